@@ -1,0 +1,1 @@
+# Tests that read or compile sources instead of running a program.
