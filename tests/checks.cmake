@@ -1,1 +1,48 @@
-# Tests that read or compile sources instead of running a program.
+# Tests that read or compile sources instead of running a program. They do not vary with optimisation or sanitizers,
+# so builds for those leave them out (HBMOFF_CHECKS).
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+
+set(check_flags "-std=c++20 -Wall -Wextra -Wconversion -Werror")
+set(hbmoff_include ${PROJECT_SOURCE_DIR}/include)
+get_target_property(fmt_include fmt::fmt INTERFACE_INCLUDE_DIRECTORIES)
+
+function(hbmoff_add_check name)
+  add_test(NAME ${name} COMMAND Python3::Interpreter ${ARGN})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 600 LABELS check)
+endfunction()
+
+hbmoff_add_check(layering ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py ${hbmoff_include})
+hbmoff_add_check(layering.reports_violations ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py --self-check)
+
+foreach(what alone hostile twice)
+  hbmoff_add_check(headers.${what} ${CMAKE_CURRENT_SOURCE_DIR}/checks/headers.py ${what}
+    --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --include ${fmt_include} --flags ${check_flags})
+endforeach()
+
+file(GLOB sources CONFIGURE_DEPENDS compile_fail/*.cpp)
+foreach(source IN LISTS sources)
+  get_filename_component(name ${source} NAME_WE)
+  hbmoff_add_check(compile_fail.${name} ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py ${source}
+    --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --flags ${check_flags})
+endforeach()
+# The harness itself: a source that compiles, and one that fails for another reason than the stated one, are reported.
+foreach(name compiles wrong_reason broken_twin)
+  hbmoff_add_check(compile_fail.reports_${name} ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py
+    ${CMAKE_CURRENT_SOURCE_DIR}/compile_fail/harness/${name}.cpp
+    --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --flags ${check_flags})
+endforeach()
+set_tests_properties(compile_fail.reports_compiles PROPERTIES PASS_REGULAR_EXPRESSION "compiles, and must not")
+set_tests_properties(compile_fail.reports_wrong_reason PROPERTIES PASS_REGULAR_EXPRESSION "fails, but not with")
+set_tests_properties(compile_fail.reports_broken_twin PROPERTIES PASS_REGULAR_EXPRESSION "the twin does not compile")
+
+# What a user does: hbmoff installed (the tree then moved, so that no path is left in it) and found, and as a subproject.
+set(consumers ${CMAKE_CURRENT_SOURCE_DIR}/consumers)
+set(consumer_build ${CMAKE_CURRENT_BINARY_DIR}/consumers)
+function(hbmoff_add_consumer name)
+  add_test(NAME consumer.${name} COMMAND ${CMAKE_COMMAND} -D source=${consumers}/${name} -D binary=${consumer_build}/${name}
+    -D generator=${CMAKE_GENERATOR} -D compiler=${CMAKE_CXX_COMPILER} -D hbmoff=${PROJECT_SOURCE_DIR}
+    -D installed_from=${PROJECT_BINARY_DIR} -P ${consumers}/run.cmake)
+  set_tests_properties(consumer.${name} PROPERTIES TIMEOUT 600 LABELS check)
+endfunction()
+hbmoff_add_consumer(find_package)
+hbmoff_add_consumer(add_subdirectory)

@@ -1,0 +1,3 @@
+// expect: anything
+// Compiles; the harness has to say so.
+int main() {}
