@@ -27,6 +27,13 @@ inline constexpr std::uint16_t canonical_nan_bits_16 = 0x7fffu;
   return (bits & 0x7fffffffu) > 0x7f800000u ? std::bit_cast<float>(canonical_nan_bits) : x;
 }
 
+/// `x`, every NaN replaced by 0x7fffffffffffffff.
+[[nodiscard]] constexpr double canonical(double x) {
+  constexpr std::uint64_t magnitude = 0x7fffffffffffffffu;
+  const std::uint64_t bits = std::bit_cast<std::uint64_t>(x);
+  return (bits & magnitude) > 0x7ff0000000000000u ? std::bit_cast<double>(magnitude) : x;
+}
+
 /// bfloat16: the upper half of an fp32.
 struct bf16 {
   std::uint16_t bits;

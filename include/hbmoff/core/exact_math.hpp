@@ -1,0 +1,53 @@
+// Arithmetic with one rounding stated per call, the same bits in host and device code.
+#pragma once
+
+#include "hbmoff/core/host_device.hpp"
+
+// A compiler that may reorder, contract or approximate floating-point operations cannot keep "where an update runs
+// never changes a bit": refused here, in every translation unit that would compile the arithmetic. clang tells of
+// -fassociative-math, -freciprocal-math and -funsafe-math-optimizations through no macro, but takes them back by a
+// pragma, in every header that computes.
+#if defined(__FAST_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__ASSOCIATIVE_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || defined(_M_FP_FAST)
+#error \
+    "hbmoff: its arithmetic is exact and cannot be compiled with -ffast-math or a part of it: compile this file without"
+#endif
+
+#ifdef __clang__
+#pragma float_control(precise, on, push)
+#endif
+
+namespace hbmoff::math {
+
+// Always inline, so that a caller compiled for a processor with an fma instruction gets that instruction, and one
+// compiled without gets the C library's exact fma. The host's bodies stand here; device code, whose -use_fast_math
+// changes even `__fmaf_rn`, needs its own in each function, under `__CUDA_ARCH__`.
+
+/// a * b + c, rounded once.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float fma(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+/// a * b + c, rounded once.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double fma(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
+
+/// a * b, rounded once, whatever the result feeds: a bare product that feeds an addition is contracted with it by some
+/// compilers and not by others. Adding -0 changes no product, not even a zero's sign.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float mul(float a, float b) { return fma(a, b, -0.0f); }
+
+/// a / b as IEEE 754 has it.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float div(float a, float b) { return a / b; }
+/// a / b as IEEE 754 has it.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double div(double a, double b) { return a / b; }
+
+/// The square root as IEEE 754 has it; a NaN below zero.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float sqrt(float a) { return __builtin_sqrtf(a); }
+/// The square root as IEEE 754 has it; a NaN below zero.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double sqrt(double a) { return __builtin_sqrt(a); }
+
+}  // namespace hbmoff::math
+
+#ifdef __clang__
+#pragma float_control(pop)
+#endif
