@@ -6,28 +6,43 @@ set(check_flags "-std=c++20 -Wall -Wextra -Wconversion -Werror")
 set(hbmoff_include ${PROJECT_SOURCE_DIR}/include)
 get_target_property(fmt_include fmt::fmt INTERFACE_INCLUDE_DIRECTORIES)
 
-function(hbmoff_add_check name)
+# Label `check`: reads sources. Label `compiler`: its outcome may vary with the compiler.
+function(hbmoff_add_check name label)
   add_test(NAME ${name} COMMAND Python3::Interpreter ${ARGN})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 600 LABELS check)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 600 LABELS ${label})
 endfunction()
 
-hbmoff_add_check(layering ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py ${hbmoff_include})
-hbmoff_add_check(layering.reports_violations ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py --self-check)
+hbmoff_add_check(layering check ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py ${hbmoff_include})
+hbmoff_add_check(layering.reports_violations check ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py --self-check)
+
+file(GLOB_RECURSE example_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/examples/*.cpp ${PROJECT_SOURCE_DIR}/examples/*.hpp)
+hbmoff_add_check(readme check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme.py ${PROJECT_SOURCE_DIR}/README.md ${example_sources})
+
+# One version of clang-format decides; a missing one is a failure, not a pass.
+find_program(HBMOFF_CLANG_FORMAT clang-format-19)
+if(NOT HBMOFF_CLANG_FORMAT)
+  message(WARNING "clang-format-19 was not found: the test `format` will fail")
+endif()
+file(GLOB_RECURSE formatted_sources CONFIGURE_DEPENDS
+  ${hbmoff_include}/*.hpp ${hbmoff_include}/*.cuh *.cpp *.hpp
+  ${PROJECT_SOURCE_DIR}/bench/*.cpp ${PROJECT_SOURCE_DIR}/bench/*.hpp)
+add_test(NAME format COMMAND ${HBMOFF_CLANG_FORMAT} --dry-run -Werror ${formatted_sources} ${example_sources})
+set_tests_properties(format PROPERTIES LABELS check)
 
 foreach(what alone hostile twice)
-  hbmoff_add_check(headers.${what} ${CMAKE_CURRENT_SOURCE_DIR}/checks/headers.py ${what}
+  hbmoff_add_check(headers.${what} compiler ${CMAKE_CURRENT_SOURCE_DIR}/checks/headers.py ${what}
     --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --include ${fmt_include} --flags ${check_flags})
 endforeach()
 
 file(GLOB sources CONFIGURE_DEPENDS compile_fail/*.cpp)
 foreach(source IN LISTS sources)
   get_filename_component(name ${source} NAME_WE)
-  hbmoff_add_check(compile_fail.${name} ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py ${source}
+  hbmoff_add_check(compile_fail.${name} compiler ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py ${source}
     --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --flags ${check_flags})
 endforeach()
 # The harness itself: a source that compiles, and one that fails for another reason than the stated one, are reported.
 foreach(name compiles wrong_reason broken_twin)
-  hbmoff_add_check(compile_fail.reports_${name} ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py
+  hbmoff_add_check(compile_fail.reports_${name} compiler ${CMAKE_CURRENT_SOURCE_DIR}/checks/compile_fail.py
     ${CMAKE_CURRENT_SOURCE_DIR}/compile_fail/harness/${name}.cpp
     --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --flags ${check_flags})
 endforeach()

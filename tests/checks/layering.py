@@ -44,6 +44,7 @@ INTEROP_LIBRARIES = {"interop/fmt.hpp": re.compile(r"fmt/")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]*)"|<([^>]*)>|(.*))')
 DEFINE = re.compile(r"^\s*#\s*define\s+(\w+)")
+EXCLUDED = re.compile(r"(?:GCOVR?|LCOV)_EXCL_(?:LINE|START)(: \w.{9,})?")
 
 
 def sees_cuda(name):
@@ -79,6 +80,8 @@ def check(include_dir):
         for number, line in enumerate(lines, 1):
             if (macro := DEFINE.match(line)) and not macro.group(1).startswith("HBMOFF_"):
                 problem(number, f"macro {macro.group(1)} does not start with HBMOFF_")
+            if (excluded := EXCLUDED.search(line)) and not excluded.group(1):
+                problem(number, "left out of the coverage without a reason")
 
         folder = name.split("/")[0] if "/" in name else None
         if folder is not None and folder not in MAY_INCLUDE:
@@ -161,6 +164,7 @@ def self_check():
         ("training/x.hpp", '#include "hbmoff/core/none.hpp"', "does not exist"),
         ("training/x.hpp", "#include HEADER", "cannot read"),
         ("training/x.hpp", "#define MAX 1", "does not start with HBMOFF_"),
+        ("training/x.hpp", "int x;  // GCOVR_EXCL_LINE", "without a reason"),
         ("training/x.hpp", "", "does not reach"),
         ("interop/other.hpp", "#include <fmt/format.h>", "another library"),
         ("misc/x.hpp", "", "no row"),
