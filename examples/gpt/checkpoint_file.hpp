@@ -14,7 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -59,8 +59,17 @@ class CheckpointWriter {
   hbmoff::Bytes commit(const nlohmann::json& header);
 
  private:
-  struct File;
-  std::unique_ptr<File> file_;
+  void write(const void* data, std::uint64_t size);
+  void flush();
+
+  std::filesystem::path file_, partial_;
+  int descriptor_ = -1;
+  std::vector<std::byte> buffer_;    // what is not written yet; pieces come small
+  std::uint64_t offset_ = 0;         // bytes so far, buffered ones included
+  std::uint64_t missing_ = 0;        // bytes that the tensor begun last still lacks
+  std::uint32_t checksum_ = 0;       // of what is before offset_
+  nlohmann::json tensors_ = nlohmann::json::array();
+  std::set<std::string> names_;
 };
 
 /// Reads a checkpoint. The whole file is checked when it is opened; nothing of a damaged one is ever handed out.
@@ -82,7 +91,7 @@ class CheckpointReader {
   [[nodiscard]] const nlohmann::json& header() const { return header_; }
   [[nodiscard]] const std::vector<Tensor>& tensors() const { return tensors_; }
   /// Reads the elements of tensor `name`, all of them, or as many as `elements` holds from element `first` on.
-  /// \throws BadInput when there is no such tensor of this type with so many elements
+  /// \throws BadInput when there is no such tensor of this type with so many elements, or reading fails
   template <class T>
   void read(std::string_view name, std::span<T> elements, std::uint64_t first = 0) const {
     read_bytes(name, hbmoff::dtype_of<T>, first, elements.size(), std::as_writable_bytes(elements));
@@ -93,9 +102,12 @@ class CheckpointReader {
  private:
   void read_bytes(std::string_view name, hbmoff::DType dtype, std::uint64_t first, std::uint64_t count,
                   std::span<std::byte> bytes) const;
+  void read_at(std::uint64_t offset, void* into, std::uint64_t size) const;
+  void load();
+  [[noreturn]] void refuse(const std::string& what) const;
 
   std::string path_;
-  int file_ = -1;
+  int descriptor_ = -1;
   nlohmann::json header_;
   std::vector<Tensor> tensors_;
 };

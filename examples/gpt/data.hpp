@@ -60,7 +60,8 @@ class Dataset {
                         std::span<Token> targets) const;
 
   /// Mean loss, in nats per token, of a bigram model fitted on the training part, over the same targets as an
-  /// evaluation with `rows` rows looks at.
+  /// evaluation with `rows` rows looks at. Smoothed by 16 pseudo-counts per predecessor, spread as the tokens of the
+  /// training part are (themselves smoothed by adding one).
   [[nodiscard]] double bigram_loss(std::uint64_t context, std::uint64_t rows) const;
 
  private:

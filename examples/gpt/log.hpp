@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <string_view>
 
@@ -31,8 +30,7 @@ struct StepRecord {
 /// reads beside the run, or after it was killed, sees whole lines only.
 class JsonLines {
  public:
-  /// Opens nothing; `write` does nothing.
-  JsonLines() = default;
+  /// \param path empty: no file, and `write` does nothing
   /// \param append true goes on behind what is there (a resumed run), false begins anew
   /// \throws BadInput when the file cannot be written
   JsonLines(const std::string& path, bool append);
@@ -58,7 +56,8 @@ class RunLog {
 
   /// A line for people only.
   void note(std::string_view text);
-  /// First line of the file: what runs. `facts` is an object; {"event": "start"} is added.
+  /// First line of the file: what runs. `facts` is an object; "event": "start" is added. Other lines' events are
+  /// "step", "evaluation", "saved" and "summary". Numbers that are not finite become null.
   void start(const nlohmann::json& facts);
   void step(const StepRecord& record);
   void evaluation(std::uint64_t step, double val_loss, double bigram_loss);
@@ -68,14 +67,13 @@ class RunLog {
   void finish(const nlohmann::json& summary, bool as_json);
 
  private:
-  void bar(std::uint64_t step, std::uint64_t steps, double seconds_per_step);
-  void clear_bar();
   void line(const std::string& text);
+  void bar(const StepRecord& record);
 
   JsonLines json_;
   bool terminal_ = false;
-  bool bar_shown_ = false;
-  double smooth_seconds_ = 0;        ///< moving average of step_seconds, for the time left
+  std::string bar_;                  // shown below the last line, on a terminal
+  double smooth_seconds_ = 0;        // moving average of step_seconds, for the time left
 };
 
 }  // namespace gpt

@@ -96,7 +96,7 @@ void check(const Options& options);
 /// \throws BadInput naming `option` when it is anything else, zero, or 2^63 and more
 [[nodiscard]] hbmoff::Bytes parse_bytes(std::string_view text, std::string_view option);
 
-/// The shortest text that `parse_bytes` reads back as `bytes`, for messages that tell what option to give.
+/// A text without fraction that `parse_bytes` reads back as `bytes`, for messages that tell what option to give.
 [[nodiscard]] std::string format_bytes(hbmoff::Bytes bytes);
 
 }  // namespace gpt
