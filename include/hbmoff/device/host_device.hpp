@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -15,7 +14,6 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <source_location>
 #include <string>
 #include <string_view>
@@ -32,12 +30,13 @@
 #endif
 
 #include "hbmoff/core/error.hpp"
+#include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
 #include "hbmoff/device/detail/float_environment.hpp"
+#include "hbmoff/device/detail/host_memory.hpp"
 #include "hbmoff/device/detail/link_engine.hpp"
 #include "hbmoff/device/detail/stream_queue.hpp"
 #include "hbmoff/device/detail/streaming_copy.hpp"
-#include "hbmoff/device/detail/virtual_memory.hpp"
 #include "hbmoff/device/device.hpp"
 
 namespace hbmoff {
@@ -48,8 +47,9 @@ struct HostDeviceOptions {
   std::uint64_t ring_capacity = 1024;  ///< operations that one stream holds before a call on it blocks; at least 1
   LinkModel host_to_device = {};       ///< pinned host memory to HBM
   LinkModel device_to_host = {};       ///< HBM to pinned host memory
-  /// One operation runs at a time, and HBM is inaccessible (an access faults) whenever no stream work runs: not to the
-  /// calling threads between calls, and not to host functions. Slow: every operation changes the protection of all of HBM.
+  /// One operation runs at a time, and HBM is inaccessible (an access faults) whenever no stream work runs: not to
+  /// the calling threads between calls, and not to host functions. Slow: every operation changes the protection of
+  /// all of HBM.
   bool debug_protection = false;
   /// All memory is addresses only: copies, fills and `enqueue`d callables do not run (their modelled time passes), host
   /// functions do. For sizes beyond the machine's.
@@ -58,18 +58,18 @@ struct HostDeviceOptions {
 
 /// How a callable on a stream is named and how long it is to take.
 struct EnqueueOptions {
-  std::string_view name = "kernel";           ///< for errors; the first 47 characters are copied
+  std::string_view name = "kernel";  ///< for errors; the first 47 characters are copied
   std::chrono::nanoseconds modelled_time{0};  ///< the stream is busy for at least as long, the callable's run included
 };
 
 /// Counters of a `HostDevice` since its construction.
 struct HostDeviceStats {
-  std::uint64_t ring_full_waits = 0;        ///< calls that waited for room on their stream
+  std::uint64_t ring_full_waits = 0;  ///< calls that waited for room on their stream
   std::chrono::nanoseconds worker_time{0};  ///< CPU time that all streams' workers used; modelled time takes none
 };
 
-/// A device whose streams are worker threads and whose HBM is host memory with a cap. Semantics are those of `Device`; in
-/// addition, for every call that may throw:
+/// A device whose streams are worker threads and whose HBM is host memory with a cap. Semantics are those of
+/// `Device`; in addition, for every call that may throw:
 ///
 /// - `DeviceError` (context_lost) from every call once queued work has thrown; the message names that work, its call
 ///   site and stream, and what it threw. `DeviceError::where()` is the call that reports it.
@@ -77,7 +77,11 @@ struct HostDeviceStats {
 /// - `InvalidArgument` when the call breaks its contract; nothing was changed.
 ///
 /// Calls may come from any thread, but not from work that runs on a stream. Only `create_*` and `allocate_*` allocate
-/// memory. Timestamps and modelled times are `std::chrono::steady_clock`'s. Work runs with denormals kept and round to nearest.
+/// memory. Work runs with denormals kept and round to nearest.
+///
+/// Times are `std::chrono::steady_clock`'s. Work with a modelled time starts, in that time, when the work before it
+/// has ended, and never ends early; how late the system wakes a sleeping thread is no part of it. Work without one
+/// takes what it takes.
 class HostDevice {
   struct StreamState;
   struct EventState;
@@ -168,7 +172,10 @@ class HostDevice {
 
   /// Throws `InvalidArgument` for a ring capacity of 0.
   explicit HostDevice(HostDeviceOptions options = {})
-      : options_{options}, to_device_{options.host_to_device}, to_host_{options.device_to_host} {
+      : options_{options}, to_device_{options.host_to_device}, to_host_{options.device_to_host},
+        memory_{options.hbm_capacity, options.no_touch           ? detail::MemoryMode::addresses
+                                      : options.debug_protection ? detail::MemoryMode::guarded
+                                                                 : detail::MemoryMode::open} {
     if (options.ring_capacity == 0) throw InvalidArgument{"HostDevice: ring_capacity must be at least 1"};
   }
   HostDevice(const HostDevice&) = delete;
@@ -183,7 +190,6 @@ class HostDevice {
     }
     for (const std::unique_ptr<StreamState>& stream : streams_) stream->queue.close();
     for (const std::unique_ptr<StreamState>& stream : streams_) stream->worker.join();
-    for (const Block& block : blocks_) detail::unmap_memory(block.address, block.bytes);
   }
 
   [[nodiscard]] const HostDeviceOptions& options() const noexcept { return options_; }
@@ -239,14 +245,14 @@ class HostDevice {
   [[nodiscard]] device_span<std::byte> allocate_device(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
     enter("allocate_device", at);
-    return {allocate(bytes, Tier::hbm), bytes.count()};
+    return {memory_.allocate(bytes, Tier::hbm), bytes.count()};
   }
 
   /// `bytes` bytes of host memory, as `allocate_device`; bounded by the machine only.
   [[nodiscard]] pinned_span<std::byte> allocate_pinned(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
     enter("allocate_pinned", at);
-    return {allocate(bytes, Tier::pinned_host), bytes.count()};
+    return {memory_.allocate(bytes, Tier::pinned_host), bytes.count()};
   }
 
   /// Gives back what `allocate_device` gave, whole. Waits for all work queued so far, as cudaFree does.
@@ -254,8 +260,9 @@ class HostDevice {
   /// Gives back what `allocate_pinned` gave, whole. Waits for all work queued so far.
   void free_pinned(pinned_span<std::byte> memory) noexcept { release(memory.data()); }
 
-  /// Copies run on `stream` behind the work before them and take the time of the link model (HBM to HBM: none). The calling
-  /// thread does not wait. `InvalidArgument` when the sizes differ. Ranges must not overlap; they are not checked.
+  /// Copies run on `stream` behind the work before them and take the time of the link model (HBM to HBM: none). The
+  /// calling thread does not wait. `InvalidArgument` when the sizes differ. Ranges must not overlap; they are not
+  /// checked.
   void copy_async(device_span<std::byte> to, pinned_span<const std::byte> from, StreamRef stream,
                   std::source_location at = std::source_location::current()) {
     copy({to.data(), from.data(), to.count(), from.count(), &to_device_}, stream, at);
@@ -277,13 +284,13 @@ class HostDevice {
     auto fill = [to = memory.data(), count = memory.count(), value] {
       std::memset(to, std::to_integer<int>(value), count);
     };
-    push<Work<decltype(fill), Runs::on_device>>(*stream.state_, "fill_async", at, *stream.state_, Label{"fill_async", at}, fill,
-                                                std::chrono::nanoseconds{0});
+    push<Work<decltype(fill), Runs::on_device>>(*stream.state_, "fill_async", at, *stream.state_,
+                                                Label{"fill_async", at}, fill, std::chrono::nanoseconds{0});
   }
 
-  /// Runs `callable` (nullary, at most `max_callable_bytes`; what it returns is ignored) on `stream` as `<<<>>>` runs a
-  /// kernel. It may touch HBM and pinned memory and must not call the device. It is moved into the stream's ring and destroyed there. What it
-  /// throws loses the context.
+  /// Runs `callable` (nullary, at most `max_callable_bytes`; what it returns is ignored) on `stream` as `<<<>>>` runs
+  /// a kernel. It may touch HBM and pinned memory and must not call the device. It is moved into the stream's ring
+  /// and destroyed there. What it throws loses the context.
   template <class F>
     requires std::invocable<std::decay_t<F>&>
   void enqueue(StreamRef stream, F&& callable, EnqueueOptions options = {},
@@ -316,7 +323,7 @@ class HostDevice {
       return;
     }
     Timestamp& stamp = timestamp_for(state, on.queue);
-    stamp.record.ticket = push<Stamp>(on, "record", at, *this, stamp.time);
+    stamp.record.ticket = push<Stamp>(on, "record", at, stamp.time);
     stamp.record.queue = &on.queue;
     state.latest = stamp.record;
     state.latest_stamp = &stamp;
@@ -360,21 +367,18 @@ class HostDevice {
   [[nodiscard]] std::chrono::nanoseconds elapsed(EventRef begin, EventRef end,
                                                  std::source_location at = std::source_location::current()) {
     enter("elapsed", at);
-    const std::int64_t from = time_of(*begin.state_), to = time_of(*end.state_);
-    return std::chrono::nanoseconds{to - from};
+    const TimePoint from = time_of(*begin.state_), to = time_of(*end.state_);
+    return to - from;
   }
 
   /// HBM that `allocate_device` can still give, and its capacity.
-  [[nodiscard]] MemoryInfo memory_info() const {
-    const std::scoped_lock lock{memory_};
-    return {options_.hbm_capacity - hbm_used_, options_.hbm_capacity};
-  }
+  [[nodiscard]] MemoryInfo memory_info() const { return memory_.info(); }
 
   /// Whether queued work has failed. Permanent.
   [[nodiscard]] bool lost() const noexcept { return failure_.published.load(std::memory_order_acquire); }
 
-  /// Makes the `n`-th call from now (1: the next) throw DeviceError (call_failed) and have no effect; 0 makes none. Every call that
-  /// may throw counts, `memory_info` excepted. For tests of what a program does then.
+  /// Makes the `n`-th call from now (1: the next) throw DeviceError (call_failed) and have no effect; 0 makes none.
+  /// Every call that may throw counts, `memory_info` excepted. For tests of what a program does then.
   void fail_call(std::uint64_t n) noexcept {
     failing_call_.store(n == 0 ? 0 : calls_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }
@@ -397,10 +401,11 @@ class HostDevice {
                    std::source_location = std::source_location::current()) noexcept {}
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = detail::StreamQueue::Clock;
+  using TimePoint = detail::StreamQueue::TimePoint;
 
-  // Stream and event states live as long as the device and are used again, so that pending work may point to them. Tickets
-  // of a queue never start anew: an old position stays true.
+  // Stream and event states live as long as the device and are used again, so that pending work may point to them.
+  // Tickets of a queue never start anew: an old position stays true.
   struct StreamState {
     StreamState(HostDevice* owner, std::uint64_t capacity) : device{owner}, queue{capacity} {}
     HostDevice* device;
@@ -420,7 +425,7 @@ class HostDevice {
   /// Where a timed record writes its time, and which record last did or will.
   struct Timestamp {
     Position record;
-    std::int64_t time = 0;  // nanoseconds on the steady clock
+    TimePoint time{};
   };
 
   struct EventState {
@@ -432,12 +437,6 @@ class HostDevice {
     Timestamp* latest_stamp = nullptr;
     Timestamp stamps[4];
     EventState* next_idle = nullptr;
-  };
-
-  struct Block {
-    std::byte* address;
-    Bytes bytes;
-    Tier tier;
   };
 
   /// What an operation is called in an error. The name is copied: the caller's may be gone when the operation runs.
@@ -461,13 +460,14 @@ class HostDevice {
     F callable;
     std::chrono::nanoseconds modelled_time;
 
-    void operator()() noexcept {
+    TimePoint operator()(TimePoint start) noexcept {
       HostDevice& device = *stream.device;
-      if (device.lost()) return;
-      const Clock::time_point start = Clock::now();
+      if (device.lost()) return start;
+      std::chrono::nanoseconds taken{0};
       if (where == Runs::on_host || !device.no_touch()) {
+        const detail::HostMemory::OpenHbm access{device.memory_, where == Runs::on_device};
         const detail::FloatEnvironment environment;
-        const Access access{device, where};
+        const TimePoint begin = Clock::now();
         try {
           static_cast<void>(callable());
         } catch (const std::exception& error) {
@@ -475,8 +475,9 @@ class HostDevice {
         } catch (...) {
           device.lose(stream, label, "an exception that is no std::exception");
         }
+        taken = Clock::now() - begin;
       }
-      if (modelled_time.count() > 0 && !device.lost()) std::this_thread::sleep_until(start + modelled_time);
+      return device.finish(start, start + modelled_time, taken);
     }
   };
 
@@ -491,53 +492,33 @@ class HostDevice {
   struct Copy {
     HostDevice& device;
     CopyRequest request;
-    void operator()() const noexcept {
-      if (device.lost()) return;
-      Clock::time_point end{};
-      if (request.engine != nullptr) end = request.engine->reserve(Clock::now(), request.to_bytes);
+    TimePoint operator()(TimePoint start) const noexcept {
+      if (device.lost()) return start;
+      const TimePoint end = request.engine == nullptr ? start : request.engine->reserve(start, request.to_bytes);
+      std::chrono::nanoseconds taken{0};
       if (!device.no_touch()) {
-        const Access access{device, Runs::on_device};
+        const detail::HostMemory::OpenHbm access{device.memory_, true};
+        const TimePoint begin = Clock::now();
         detail::streaming_copy(request.to, request.from, request.to_bytes);
+        taken = Clock::now() - begin;
       }
-      if (request.engine != nullptr) std::this_thread::sleep_until(end);
+      return device.finish(start, end, taken);
     }
   };
 
   struct Await {
     HostDevice& device;
     Position position;
-    void operator()() const noexcept {
-      if (!device.lost()) position.queue->wait_done(position.ticket);
+    TimePoint operator()(TimePoint start) const noexcept {
+      if (device.lost()) return start;
+      position.queue->wait_done(position.ticket);
+      return (std::max)(start, position.queue->ended(position.ticket));
     }
   };
 
   struct Stamp {
-    HostDevice& device;
-    std::int64_t& time;
-    void operator()() const noexcept {
-      if (device.lost()) return;
-      time = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-    }
-  };
-
-  /// The body of an operation: with debug protection, alone, and for device work with HBM accessible.
-  class Access {
-   public:
-    Access(HostDevice& device, Runs where) : device_{device}, opens_{where == Runs::on_device} {
-      if (!device_.options_.debug_protection) return;
-      lock_ = std::unique_lock{device_.memory_};
-      if (opens_) device_.protect_hbm(true);
-    }
-    ~Access() {
-      if (lock_.owns_lock() && opens_) device_.protect_hbm(false);
-    }
-    Access(const Access&) = delete;
-    Access& operator=(const Access&) = delete;
-
-   private:
-    HostDevice& device_;
-    bool opens_;
-    std::unique_lock<std::mutex> lock_;
+    TimePoint& time;
+    TimePoint operator()(TimePoint start) const noexcept { return time = start; }
   };
 
   /// Why the context was lost. Written once, by the first that fails.
@@ -546,6 +527,14 @@ class HostDevice {
     std::atomic<bool> published{false};
     char message[768] = {};
   };
+
+  /// Ends an operation whose work took `taken` and that the model lets end at `end`: then, if its work fits into the
+  /// model's time (a worker that woke late catches up), else now.
+  [[nodiscard]] TimePoint finish(TimePoint start, TimePoint end, std::chrono::nanoseconds taken) const noexcept {
+    if (end == start || taken > end - start) return Clock::now();
+    if (!lost()) std::this_thread::sleep_until(end);
+    return end;
+  }
 
   static void run_worker(detail::StreamQueue& queue) noexcept {
 #if defined(__linux__)
@@ -614,7 +603,7 @@ class HostDevice {
     return event.latest;
   }
 
-  static std::int64_t time_of(EventState& event) {
+  static TimePoint time_of(EventState& event) {
     const std::scoped_lock lock{event.mutex};
     if (event.timing == EventTiming::none) throw InvalidArgument{"elapsed: the event is not timed"};
     if (event.latest_stamp == nullptr) throw InvalidArgument{"elapsed: the event was never recorded"};
@@ -633,70 +622,16 @@ class HostDevice {
     return event.stamps[0];
   }
 
-  std::byte* allocate(Bytes bytes, Tier tier) {
-    if (bytes == Bytes{}) return nullptr;
-    const std::scoped_lock lock{memory_};
-    if (tier == Tier::hbm && bytes > options_.hbm_capacity - hbm_used_) {
-      throw_out_of_memory(bytes, tier, options_.hbm_capacity, options_.hbm_capacity - hbm_used_,
-                          "raise HostDeviceOptions::hbm_capacity");
-    }
-    blocks_.reserve(blocks_.size() + 1);
-    const auto use = options_.no_touch ? detail::MemoryUse::reserve : detail::MemoryUse::read_write;
-    std::byte* address = detail::map_memory(bytes, use);
-    if (address == nullptr) {
-      const std::string reason = std::generic_category().message(errno);
-      throw_out_of_memory(bytes, tier, detail::machine_memory(), detail::free_machine_memory(),
-                          "the operating system refused to map it: " + reason);
-    }
-    if (tier == Tier::hbm) {
-      hbm_used_ += bytes;
-      if (options_.debug_protection) set_protection(address, bytes, false);
-    }
-    blocks_.push_back({address, bytes, tier});
-    return address;
-  }
-
-  [[noreturn]] static void throw_out_of_memory(Bytes bytes, Tier tier, Bytes capacity, Bytes free, std::string remedy) {
-    OutOfMemory::Details details;
-    details.tier = tier;
-    details.what_for = tier == Tier::hbm ? "allocate_device" : "allocate_pinned";
-    details.requested = bytes;
-    details.capacity = capacity;
-    details.free = free;
-    details.largest_free = free;
-    details.remedy = std::move(remedy);
-    throw OutOfMemory{std::move(details)};
-  }
-
   void release(std::byte* address) noexcept {
     if (address == nullptr) return;
     drain();
-    const std::scoped_lock lock{memory_};
-    const auto block = std::find_if(blocks_.begin(), blocks_.end(), [=](const Block& b) { return b.address == address; });
-    if (block == blocks_.end()) return;
-    if (block->tier == Tier::hbm) hbm_used_ -= block->bytes;
-    detail::unmap_memory(block->address, block->bytes);
-    *block = blocks_.back();
-    blocks_.pop_back();
+    memory_.release(address);
   }
 
   /// Waits for all work queued so far, on every stream.
   void drain() noexcept {
     const std::scoped_lock lock{registry_};
     for (const std::unique_ptr<StreamState>& stream : streams_) stream->queue.wait_done(stream->queue.last());
-  }
-
-  void protect_hbm(bool accessible) noexcept {
-    for (const Block& block : blocks_) {
-      if (block.tier == Tier::hbm) set_protection(block.address, block.bytes, accessible);
-    }
-  }
-
-  void set_protection(std::byte* address, Bytes bytes, bool accessible) noexcept {
-    if (options_.no_touch) return;  // never accessible
-    if (detail::protect_memory(address, bytes, accessible)) return;
-    std::fputs("hbmoff::HostDevice: the system refused to change the protection of HBM\n", stderr);
-    std::abort();  // going on would fault, or hide the faults that debug_protection promises
   }
 
   void destroy(StreamState& stream) noexcept {
@@ -722,9 +657,7 @@ class HostDevice {
   std::atomic<std::uint64_t> ring_full_waits_{0};
   Failure failure_;
 
-  mutable std::mutex memory_;  // taken by workers with debug protection only
-  std::vector<Block> blocks_;
-  Bytes hbm_used_;
+  detail::HostMemory memory_;
 
   mutable std::mutex registry_;  // never taken by workers
   std::vector<std::unique_ptr<StreamState>> streams_;

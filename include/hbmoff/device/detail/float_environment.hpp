@@ -10,8 +10,9 @@
 
 namespace hbmoff::detail {
 
-/// While it lives, the calling thread keeps denormals and rounds to nearest; then the thread has its own modes back. (A program
-/// linked with -ffast-math starts with denormals flushed, and its threads inherit that.) Exception masks are left alone.
+/// While it lives, the calling thread keeps denormals and rounds to nearest; then the thread has its own modes back.
+/// (A program linked with -ffast-math starts with denormals flushed, and its threads inherit that.) Exception masks
+/// are left alone.
 class FloatEnvironment {
  public:
   FloatEnvironment() noexcept : rounding_{std::fegetround()} {

@@ -15,8 +15,9 @@
 
 namespace hbmoff::detail {
 
-// std::atomic::wait keeps waiter counts of its own, whose ordering would reach ThreadSanitizer and hide that two streams
-// lack a wait between them. The system call is invisible to it: all edges are those of the loads and stores below.
+// std::atomic::wait keeps waiter counts of its own, whose ordering would reach ThreadSanitizer and hide that two
+// streams lack a wait between them. The system call is invisible to it: all edges are those of the loads and stores
+// below.
 #if defined(__linux__)
 
 /// The half of `word` that changes first; the kernel compares 32 bits.

@@ -17,8 +17,8 @@ struct LinkModel {
 
 namespace detail {
 
-/// Hands out intervals of one engine that serves one copy at a time. Thread-safe; orders nothing between its callers, so
-/// that two copies that lack a wait stay unordered to ThreadSanitizer.
+/// Hands out intervals of one engine that serves one copy at a time. Thread-safe; orders nothing between its callers,
+/// so that two copies that lack a wait stay unordered to ThreadSanitizer.
 class LinkEngine {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
@@ -30,7 +30,8 @@ class LinkEngine {
   [[nodiscard]] TimePoint reserve(TimePoint now, std::uint64_t bytes) noexcept {
     if (!(model_.gigabytes_per_second > 0)) return now + model_.latency;
     // 10^9 bytes per second are one byte per nanosecond.
-    const auto transfer = static_cast<std::int64_t>(std::ceil(static_cast<double>(bytes) / model_.gigabytes_per_second));
+    const auto transfer =
+        static_cast<std::int64_t>(std::ceil(static_cast<double>(bytes) / model_.gigabytes_per_second));
     const std::int64_t earliest = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
     std::int64_t free_at = next_free_.load(std::memory_order_relaxed);
     std::int64_t end = 0;

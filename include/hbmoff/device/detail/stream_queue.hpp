@@ -1,7 +1,9 @@
 // A bounded queue of callables from host threads to one worker thread, stored in place.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,15 +15,22 @@
 
 namespace hbmoff::detail {
 
-/// Any number of threads push; one thread calls `work`. Operations run in push order and are numbered by tickets 1, 2, ...
-/// One allocation, made by the constructor.
+/// Any number of threads push; one thread calls `work`. Operations run in push order and are numbered by tickets 1,
+/// 2, ... One allocation, made by the constructor.
 ///
 /// Each slot carries one word: `2 * ticket` once the operation is in it, `2 * ticket + 1` once it is done. A ticket's
-/// completion is read from its own slot, so a thread that waits for a ticket is ordered after that operation and the ones
-/// before it, and after none that merely happened to be done too. ThreadSanitizer therefore sees a missing
-/// or misplaced wait even when the timing was lucky. For the same reason worker and host share no mutex.
+/// completion is read from its own slot, so a thread that waits for a ticket is ordered after that operation and the
+/// ones before it, and after none that merely happened to be done too. ThreadSanitizer therefore sees a missing or
+/// misplaced wait even when the timing was lucky. For the same reason worker and host share no mutex.
+///
+/// An operation is called with the time it starts at, the later of its push and the end of the operation before it (not
+/// the moment the worker woke up), and returns the time it ended at. An operation that only models time sleeps until
+/// its end, so that what one sleep overshoots is not added to the next.
 class StreamQueue {
  public:
+  using Clock = std::chrono::steady_clock;
+  using TimePoint = Clock::time_point;
+
   /// Bytes an operation may take.
   static constexpr std::size_t payload_bytes = 448;
   static constexpr std::size_t payload_alignment = 64;
@@ -31,11 +40,13 @@ class StreamQueue {
   StreamQueue(const StreamQueue&) = delete;
   StreamQueue& operator=(const StreamQueue&) = delete;
 
-  /// Puts `Op{args...}` behind what was pushed; gives its ticket. The worker calls it once, destroys it, and completes the
-  /// ticket. A full queue blocks; `waited()` is called when it did, and may throw. After a throw nothing was pushed.
+  /// Puts `Op{args...}` behind what was pushed; gives its ticket. The worker calls it once, destroys it, and then the
+  /// ticket is done. A full queue blocks; `waited()` is called when it did, and may throw. After a throw nothing was
+  /// pushed.
   template <class Op, class Waited, class... Args>
   std::uint64_t push(Waited&& waited, Args&&... args) {
-    static_assert(sizeof(Op) <= payload_bytes, "the callable captures more than a stream's slot holds: capture pointers");
+    static_assert(sizeof(Op) <= payload_bytes,
+                  "the callable captures more than a stream's slot holds: capture pointers");
     static_assert(alignof(Op) <= payload_alignment, "the callable is aligned more strictly than a stream's slot");
     const std::scoped_lock lock{producers_};
     const std::uint64_t ticket = last_.load(std::memory_order_relaxed) + 1;
@@ -45,11 +56,13 @@ class StreamQueue {
     }
     Slot& slot = slot_of(ticket);
     ::new (static_cast<void*>(slot.payload)) Op{std::forward<Args>(args)...};
-    slot.run = [](std::byte* payload) noexcept {
+    slot.run = [](std::byte* payload, TimePoint start) noexcept {
       Op* op = std::launder(reinterpret_cast<Op*>(payload));
-      (*op)();
+      const TimePoint end = (*op)(start);
       op->~Op();
+      return end;
     };
+    slot.pushed = Clock::now();
     publish(slot, ticket);
     return ticket;
   }
@@ -83,8 +96,14 @@ class StreamQueue {
     }
   }
 
+  /// When operation `ticket`, which is done, ended, or a later one that has taken its slot since.
+  [[nodiscard]] TimePoint ended(std::uint64_t ticket) const noexcept {
+    return ticket == 0 ? TimePoint{} : slot_of(ticket).ended.load(std::memory_order_relaxed);
+  }
+
   /// The worker's loop; returns after `close`.
   void work() noexcept {
+    TimePoint now{};
     for (std::uint64_t ticket = 1;; ++ticket) {
       Slot& slot = slot_of(ticket);
       for (;;) {
@@ -93,7 +112,8 @@ class StreamQueue {
         sleep_while_equal(slot.word, seen);
       }
       if (slot.run == nullptr) return;
-      slot.run(slot.payload);
+      now = slot.run(slot.payload, (std::max)(now, slot.pushed));
+      slot.ended.store(now, std::memory_order_relaxed);
       slot.word.store(2 * ticket + 1, std::memory_order_release);
       wake_all(slot.word);
     }
@@ -102,7 +122,9 @@ class StreamQueue {
  private:
   struct alignas(payload_alignment) Slot {
     std::atomic<std::uint64_t> word{0};
-    void (*run)(std::byte*) noexcept = nullptr;
+    TimePoint (*run)(std::byte*, TimePoint) noexcept = nullptr;
+    TimePoint pushed{};
+    std::atomic<TimePoint> ended{};
     alignas(payload_alignment) std::byte payload[payload_bytes];
   };
 

@@ -20,8 +20,8 @@ extern "C" {
 
 namespace hbmoff::detail {
 
-/// From this size on the destination is written with streaming stores: it would not stay in a cache, and reading it first
-/// (as ordinary stores do) costs a third of the bandwidth.
+/// From this size on the destination is written with streaming stores: it would not stay in a cache, and reading it
+/// first (as ordinary stores do) costs a third of the bandwidth.
 inline constexpr std::uint64_t streaming_copy_threshold = 1u << 20;
 
 #if defined(__SSE2__) && defined(__ELF__)
@@ -33,7 +33,8 @@ inline constexpr std::uint64_t streaming_copy_threshold = 1u << 20;
   return tsan != nullptr || asan != nullptr;
 }
 
-/// Copies `bytes` bytes between blocks that do not overlap. All stores are visible to whoever the caller then releases to.
+/// Copies `bytes` bytes between blocks that do not overlap. All stores are visible to whoever the caller then
+/// releases to.
 inline void streaming_copy(std::byte* to, const std::byte* from, std::uint64_t bytes) noexcept {
   if (bytes < streaming_copy_threshold || sanitizer_watches()) {
     if (bytes > 0) std::memcpy(to, from, bytes);
