@@ -12,10 +12,11 @@ namespace hbmoff {
 
 /// Describes a tensor; owns its name, holds no memory.
 struct TensorInfo {
-  std::string name;
+  std::string name = {};
   Role role = Role::other;
   std::int32_t layer = -1;   ///< index of its layer, -1 for none (embeddings, final norm)
   std::int32_t layers = 0;   ///< how many layers the model has, 0 where unknown
+  bool checkpoint = false;   ///< an activation that a layer is recomputed from (its input): never itself recomputed
   DType dtype = DType::fp32;
   std::uint64_t count = 0;   ///< elements
 

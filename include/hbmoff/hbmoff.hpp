@@ -1,0 +1,20 @@
+// The whole library for host compilers. Includes no CUDA header; `hbmoff/interop/` is included by itself.
+#pragma once
+
+#include "hbmoff/core/dtype.hpp"
+#include "hbmoff/core/error.hpp"
+#include "hbmoff/core/tensor_info.hpp"
+#include "hbmoff/core/tier.hpp"
+#include "hbmoff/core/units.hpp"
+#include "hbmoff/core/version.hpp"
+#include "hbmoff/device/device.hpp"
+#include "hbmoff/device/host_device.hpp"
+#include "hbmoff/memory/block_allocator.hpp"
+#include "hbmoff/memory/hbm_arena.hpp"
+#include "hbmoff/memory/pinned_host_arena.hpp"
+#include "hbmoff/observe/stats.hpp"
+#include "hbmoff/paging/offload_policy.hpp"
+#include "hbmoff/paging/prefetch_scheduler.hpp"
+#include "hbmoff/planning/estimate.hpp"
+#include "hbmoff/training/activation_store.hpp"
+#include "hbmoff/training/paged_adamw.hpp"

@@ -1,0 +1,188 @@
+// A home: host memory that pages live in, and the order of the copies that touch it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <source_location>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "hbmoff/core/error.hpp"
+#include "hbmoff/device/device.hpp"
+#include "hbmoff/memory/pinned_host_arena.hpp"
+#include "hbmoff/paging/timeline.hpp"
+
+namespace hbmoff {
+
+/// A point on a timeline, or none.
+template <Device D>
+struct Mark {
+  Timeline<D>* timeline = nullptr;
+  std::uint64_t ticket = 0;
+  [[nodiscard]] bool valid() const { return timeline != nullptr; }
+};
+
+/// The points that the next piece of work on one stream has to wait for. The latest point of each timeline is enough,
+/// because timelines are in order; so there is at most one wait per timeline.
+template <Device D>
+class WaitSet {
+ public:
+  void add(Mark<D> mark) {
+    if (!mark.valid()) return;
+    for (std::uint32_t i = 0; i < size_; ++i) {
+      if (marks_[i].timeline == mark.timeline) {
+        marks_[i].ticket = std::max(marks_[i].ticket, mark.ticket);
+        return;
+      }
+    }
+    if (size_ == capacity) throw InvalidArgument{"more than 16 schedulers touch one range of a home"};
+    marks_[size_++] = mark;
+  }
+
+  /// Makes later work on `stream` wait for every point that lies on another stream. Does not block.
+  void order_before(typename D::StreamRef stream, std::source_location at = std::source_location::current()) {
+    for (std::uint32_t i = 0; i < size_; ++i) {
+      if (marks_[i].timeline->stream() != stream) marks_[i].timeline->order_before(stream, marks_[i].ticket, at);
+    }
+  }
+
+  /// Blocks the calling thread until every point is done.
+  void synchronize(std::source_location at = std::source_location::current()) {
+    for (std::uint32_t i = 0; i < size_; ++i) marks_[i].timeline->synchronize(marks_[i].ticket, at);
+  }
+
+ private:
+  static constexpr std::uint32_t capacity = 16;
+  Mark<D> marks_[capacity];
+  std::uint32_t size_ = 0;
+};
+
+/// Host memory with, for each range that pages cut it into, its last writer and the readers since. Order hangs here
+/// and not on a scheduler: whoever reads a range waits for its last writer, whoever writes it waits for the readers
+/// and the writer before, whichever scheduler they came through and however each cuts the home.
+///
+/// Cuts are made when pages are added (`cut`, may allocate); ordering allocates nothing. A home outlives the schedulers
+/// with pages in it. One thread at a time uses a home.
+template <Device D>
+class Home {
+ public:
+  /// `bytes` of pinned memory taken from `arena`, given back on destruction. `stream`: the first stream to write it.
+  Home(PinnedHostArena<D>& arena, Bytes bytes, std::string_view name, Role role, typename D::StreamRef stream)
+      : buffer_{arena.allocate(bytes, name, role, stream)}, memory_{buffer_.bytes()} {
+    segments_.push_back({0, memory_.count(), {}, {}});
+  }
+  /// Pinned memory of the user's own, which outlives the home.
+  explicit Home(pinned_span<std::byte> memory) : memory_{memory} { segments_.push_back({0, memory.count(), {}, {}}); }
+  Home(const Home&) = delete;  // pages point at it
+  Home& operator=(const Home&) = delete;
+
+  /// The memory. The host may touch a range of it after `synchronize_readers_and_writers` of that range and before the
+  /// next page that reads or writes it is leased.
+  [[nodiscard]] pinned_span<std::byte> memory() const { return memory_; }
+
+  /// Counts the loads of new content. A copy of the home made under an older generation is worthless.
+  [[nodiscard]] std::uint64_t generation() const { return generation_; }
+  /// Says that the content was, or is about to be, replaced from outside: slots that hold a copy drop it, unwritten.
+  void invalidate() { ++generation_; }
+
+  /// Makes [first, first + count) a whole number of segments, and makes room for `timeline` in their lists.
+  void cut(std::uint64_t first, std::uint64_t count) {
+    split(first);
+    split(first + count);
+  }
+  /// Makes room for one more reading stream in every segment.
+  void attach() {
+    ++reader_streams_;
+    for (Segment& segment : segments_) segment.readers.reserve(reader_streams_);
+  }
+  /// Forgets all points of a timeline that was drained and is about to end.
+  void detach(const Timeline<D>& timeline) noexcept {
+    for (Segment& segment : segments_) {
+      if (segment.writer.timeline == &timeline) segment.writer = {};
+      std::erase_if(segment.readers, [&](const Mark<D>& mark) { return mark.timeline == &timeline; });
+    }
+  }
+
+  /// Adds to `waits` what a read of [first, first + count) must come after.
+  void before_read(std::uint64_t first, std::uint64_t count, WaitSet<D>& waits) const {
+    for_each(first, count, [&](const Segment& segment) { waits.add(segment.writer); });
+  }
+  /// Notes that the work up to `mark` reads the range.
+  void note_read(std::uint64_t first, std::uint64_t count, Mark<D> mark) {
+    for_each(first, count, [&](Segment& segment) {
+      for (Mark<D>& reader : segment.readers) {
+        if (reader.timeline == mark.timeline) {
+          reader.ticket = mark.ticket;  // in order: the later read covers the earlier
+          return;
+        }
+      }
+      segment.readers.push_back(mark);
+    });
+  }
+  /// Adds to `waits` what a write of the range must come after.
+  void before_write(std::uint64_t first, std::uint64_t count, WaitSet<D>& waits) const {
+    for_each(first, count, [&](const Segment& segment) {
+      waits.add(segment.writer);
+      for (const Mark<D>& reader : segment.readers) waits.add(reader);
+    });
+  }
+  /// Notes that the work up to `mark` writes the range (and came after `before_write`).
+  void note_write(std::uint64_t first, std::uint64_t count, Mark<D> mark) {
+    for_each(first, count, [&](Segment& segment) {
+      segment.writer = mark;
+      segment.readers.clear();  // keeps its room
+    });
+  }
+
+  /// Blocks the calling thread until no copy reads or writes the range.
+  void synchronize(std::uint64_t first, std::uint64_t count, std::source_location at = std::source_location::current()) {
+    WaitSet<D> waits;
+    before_write(first, count, waits);
+    waits.synchronize(at);
+  }
+
+ private:
+  struct Segment {
+    std::uint64_t begin;
+    std::uint64_t end;
+    Mark<D> writer;
+    std::vector<Mark<D>> readers;
+  };
+
+  void split(std::uint64_t at) {
+    for (std::size_t i = 0; i < segments_.size(); ++i) {
+      if (segments_[i].begin < at && at < segments_[i].end) {
+        Segment upper = segments_[i];
+        upper.begin = at;
+        upper.readers.reserve(reader_streams_);
+        segments_[i].end = at;
+        segments_.insert(segments_.begin() + static_cast<std::ptrdiff_t>(i) + 1, std::move(upper));
+        return;
+      }
+    }
+  }
+
+  template <class Self, class F>
+  static void for_each_in(Self& segments, std::uint64_t first, std::uint64_t count, F&& f) {
+    auto it = std::upper_bound(segments.begin(), segments.end(), first,
+                               [](std::uint64_t value, const Segment& segment) { return value < segment.end; });
+    for (; it != segments.end() && it->begin < first + count; ++it) f(*it);
+  }
+  template <class F>
+  void for_each(std::uint64_t first, std::uint64_t count, F&& f) {
+    for_each_in(segments_, first, count, f);
+  }
+  template <class F>
+  void for_each(std::uint64_t first, std::uint64_t count, F&& f) const {
+    for_each_in(segments_, first, count, f);
+  }
+
+  typename PinnedHostArena<D>::Buffer buffer_;
+  pinned_span<std::byte> memory_;
+  std::vector<Segment> segments_;
+  std::uint32_t reader_streams_ = 0;
+  std::uint64_t generation_ = 0;
+};
+
+}  // namespace hbmoff

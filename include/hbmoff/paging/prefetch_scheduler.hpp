@@ -1,0 +1,712 @@
+// Brings pages into HBM slots in a known order, ahead of their use, and writes back what was written.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "hbmoff/core/error.hpp"
+#include "hbmoff/device/device.hpp"
+#include "hbmoff/memory/hbm_arena.hpp"
+#include "hbmoff/observe/stats.hpp"
+#include "hbmoff/paging/home.hpp"
+#include "hbmoff/paging/lease.hpp"
+#include "hbmoff/paging/offload_policy.hpp"
+#include "hbmoff/paging/page.hpp"
+#include "hbmoff/paging/slot_pool.hpp"
+#include "hbmoff/paging/timeline.hpp"
+
+namespace hbmoff {
+
+/// Template argument for a depth that is chosen at run time, by `SchedulerOptions::depth`.
+inline constexpr std::uint32_t dynamic_depth = 0;
+
+struct SchedulerOptions {
+  /// Slots the scheduler uses at most, at least 1; looked at only where the template's Depth is `dynamic_depth`.
+  std::uint32_t depth = 3;
+  /// Of a shared pool: how many slots are this scheduler's own, at most `depth`. 0 means one.
+  std::uint32_t guaranteed_slots = 0;
+  /// Both directions on one stream. For hardware with one copy engine; it cannot overlap the two directions.
+  bool one_copy_stream = false;
+  /// Fills a slot with 0xFF when its page leaves it, so that a stale read shows up as a NaN. Costs time, for tests.
+  bool fill_evicted = false;
+  /// Names the streams.
+  std::string name = "pages";
+};
+
+/// The scheduler. Pages and plans are added first; `begin` starts a plan; `lease` then takes its pages one by one, in
+/// the plan's order; `finish` ends it. At each lease, fills are put on the copy-in stream up to `Depth - 1` accesses
+/// ahead; at each release the write-back is put on the copy-out stream. Nothing is decided by timing and no call waits
+/// for the device: order is made of events between streams.
+///
+/// A page that is written in place holds its slot for fill f, compute c and write-back w, so a sweep's period is
+/// max(f, c, w, (f + c + w) / Depth): with f = c = w two slots cost 1.5 times the best and three reach it, hence the
+/// default. A page keeps its slot, with no copy, when fewer than Depth other pages are accessed before its next access in the
+/// plan.
+///
+/// HBM held is Depth slots of `slot_bytes` (or a share of a pool), whatever the number of pages, plus resident pages.
+///
+/// Failures: a call that throws leaves every page whole and the scheduler usable: the same call may be made again, and
+/// `settle` makes up for releases and write-backs that were cut short. After the loss of the context nothing can be settled.
+///
+/// One thread at a time uses a scheduler; a call from inside another throws InvalidArgument. It uses streams of its own
+/// and creates neither streams nor events nor heap memory after `add_*`. The destructor waits for its copies.
+///
+/// `Policy` decides at compile time whether there is paging at all: with KeepResident only resident pages exist,
+/// a lease is a pointer, and no stream, event or slot is made.
+template <Device D, class Policy = OffloadAll, std::uint32_t Depth = 3, class Observer = NullObserver>
+class PrefetchScheduler {
+ public:
+  using device_type = D;
+  using StreamRef = typename D::StreamRef;
+  using LeaseType = Lease<PrefetchScheduler>;
+
+  /// False when the policy keeps everything resident, known at compile time.
+  static constexpr bool pages = !(OffloadPolicyTraits<Policy>::state_always_resident &&
+                                  OffloadPolicyTraits<Policy>::activations_always_kept);
+
+  /// Owns `depth` slots of `slot_bytes` each, taken from `arena` for `role` by the first `lease` of a page that needs one,
+  /// or by `reserve`.
+  PrefetchScheduler(HbmArena<D>& arena, Bytes slot_bytes, Role role, SchedulerOptions options = {}, Observer observer = {})
+      : arena_{&arena}, options_{std::move(options)}, observer_{observer}, slot_bytes_{slot_bytes}, role_{role} {
+    check_options();
+    if constexpr (pages) open_timelines();
+  }
+  /// Shares the slots of `pool`, of which `options.guaranteed_slots` are its own.
+  PrefetchScheduler(SlotPool<D>& pool, HbmArena<D>& arena, SchedulerOptions options = {}, Observer observer = {})
+    requires pages
+      : arena_{&arena}, options_{std::move(options)}, observer_{observer}, slot_bytes_{pool.slot_bytes()} {
+    check_options();
+    open_timelines();
+    join(pool);
+  }
+  PrefetchScheduler(const PrefetchScheduler&) = delete;  // leases and homes point at it
+  PrefetchScheduler& operator=(const PrefetchScheduler&) = delete;
+  ~PrefetchScheduler() {
+    if constexpr (pages) {
+      copy_in_->drain();
+      if (copy_out_ != copy_in_) copy_out_->drain();
+      for (Page& page : pages_) {
+        if (page.resident != nullptr) page.resident->settle_for_free(device(), copy_in_->stream());
+      }
+      for (Home<D>* home : homes_) {
+        home->detach(*copy_in_);
+        home->detach(*copy_out_);
+      }
+      if (pool_ != nullptr) {
+        for (const Page& page : pages_) {
+          if (page.slot != nullptr && !page.slot->permanent) pool_->give_back(client_, *page.slot);
+        }
+        pool_->forget(*copy_in_);
+        pool_->forget(*copy_out_);
+        pool_->leave(client_);
+      }
+    }
+  }
+
+  [[nodiscard]] std::uint32_t depth() const {
+    if constexpr (Depth == dynamic_depth) {
+      return options_.depth;
+    } else {
+      return Depth;
+    }
+  }
+  [[nodiscard]] const TransferStats& stats() const { return stats_; }
+  [[nodiscard]] D& device() const { return arena_->device(); }
+
+  // ---------------------------------------------------------------------------------------------- pages and plans
+
+  /// Adds a page that lives in its parts' homes. Throws InvalidArgument when it does not fit a slot or a home.
+  PageId add_page(PageSpec<D> spec)
+    requires pages
+  {
+    const Guard guard{*this};
+    Page page{.label = std::move(spec.label), .transient = spec.transient};
+    std::uint64_t end = 0;
+    for (const PagePart<D>& part : spec.parts) {
+      if (part.home == nullptr || part.home_offset + part.bytes.count() > part.home->memory().count()) {
+        throw InvalidArgument{"page " + page.label + ": a part lies outside its home"};
+      }
+      end = std::max(end, part.slot_offset + part.bytes.count());
+    }
+    if (std::max(end, spec.slot_bytes.count()) > slot_bytes_.count()) {
+      throw InvalidArgument{"page " + page.label + " needs " + std::to_string(std::max(end, spec.slot_bytes.count())) +
+                            " bytes, a slot has " + std::to_string(slot_bytes_.count())};
+    }
+    for (const PagePart<D>& part : spec.parts) {
+      attach(*part.home);
+      part.home->cut(part.home_offset, part.bytes.count());
+      const Range range{part.home, part.home_offset, part.slot_offset, part.bytes.count()};
+      if (reads(part.access)) append(page.in, range);
+      if (writes(part.access)) append(page.out, range);
+    }
+    pages_.push_back(std::move(page));
+    return static_cast<PageId>(pages_.size() - 1);
+  }
+
+  /// Adds a page that lives in HBM for good: `bytes` from the arena. Leases of it are ordered after each other across
+  /// streams. Where the policy allows no paging at all that order is the caller's, and so is the stream in whose order
+  /// the memory is taken and given back.
+  PageId add_resident_page(std::string label, Bytes bytes, Role role, StreamRef stream) {
+    const Guard guard{*this};
+    Page page{.label = std::move(label), .transient = false};
+    if constexpr (pages) {
+      page.resident = std::make_unique<Slot<D>>(SlotPool<D>::make_slot(*arena_, bytes, role, copy_in_->stream(), page.label));
+      page.resident->permanent = true;
+      page.slot = page.resident.get();
+    } else {
+      page.memory = arena_->allocate(bytes, page.label, role, stream);
+    }
+    pages_.push_back(std::move(page));
+    return static_cast<PageId>(pages_.size() - 1);
+  }
+
+  /// The memory of a resident page. Whoever touches it other than through a lease sees to the order himself.
+  [[nodiscard]] device_span<std::byte> resident_memory(PageId page) const {
+    const Page& p = pages_.at(index(page));
+    if constexpr (pages) {
+      return p.resident != nullptr ? p.resident->memory() : device_span<std::byte>{};
+    } else {
+      return p.memory.bytes();
+    }
+  }
+
+  /// Adds an order of accesses. Resident pages do not belong into a plan: they can be leased at any time.
+  PlanId add_plan(std::vector<PlanStep> steps)
+    requires pages
+  {
+    const Guard guard{*this};
+    Plan plan{std::move(steps), {}, {}};
+    plan.next_use.assign(plan.steps.size(), never);
+    std::vector<std::uint32_t> last(pages_.size(), never);
+    for (std::size_t i = plan.steps.size(); i-- > 0;) {
+      const std::uint32_t page = index(plan.steps[i].page);
+      plan.next_use[i] = last[page];
+      last[page] = static_cast<std::uint32_t>(i);
+    }
+    plan.keep.assign(plan.steps.size(), false);
+    std::vector<std::uint32_t> seen_at(pages_.size(), never);
+    for (std::uint32_t i = 0; i < plan.steps.size(); ++i) {
+      if (plan.next_use[i] == never) continue;
+      // Stops at Depth distinct pages, so the whole plan costs O(steps x Depth) unless one page is repeated in between.
+      std::uint32_t others = 0;
+      std::uint32_t j = i + 1;
+      for (; j < plan.next_use[i] && others < depth(); ++j) {
+        const std::uint32_t page = index(plan.steps[j].page);
+        if (seen_at[page] != i) {
+          seen_at[page] = i;
+          ++others;
+        }
+      }
+      plan.keep[i] = others < depth();
+    }
+    plans_.push_back(std::move(plan));
+    return static_cast<PlanId>(plans_.size() - 1);
+  }
+
+  /// Takes the slots now, where the scheduler owns them. In the order of the copy-in stream. Throws OutOfMemory.
+  void reserve()
+    requires pages
+  {
+    if (pool_ != nullptr) return;
+    own_pool_ = std::make_unique<SlotPool<D>>(*arena_, slot_bytes_, depth(), role_, copy_in_->stream(), options_.name + " slot");
+    join(*own_pool_);
+  }
+
+  // ---------------------------------------------------------------------------------------------- running a plan
+
+  /// Starts `plan` at its first access. Pages kept from a plan that did not end are given up: written back when they are dirty,
+  /// dropped when they are transient.
+  void begin(PlanId plan, std::source_location at = std::source_location::current())
+    requires pages
+  {
+    const Guard guard{*this};
+    make_up(at);
+    reserve();
+    give_up_kept(at);
+    plan_ = &plans_.at(static_cast<std::uint32_t>(plan));
+    cursor_ = 0;
+  }
+
+  /// Goes to access `position` of the plan begun, after a failure.
+  void seek(std::uint32_t position)
+    requires pages
+  {
+    cursor_ = position;
+  }
+  /// Whether the plan's next access is this one.
+  [[nodiscard]] bool expects(PageId page, Access access) const
+    requires pages
+  {
+    return plan_ != nullptr && cursor_ < plan_->steps.size() && plan_->steps[cursor_].page == page &&
+           plan_->steps[cursor_].access == access;
+  }
+
+  /// Leases `page`, the next of the plan, for work on `stream`, which waits for its fill; or a resident page for
+  /// reading and writing. Does not block.
+  /// Throws InvalidArgument when the plan says another page, and SlotsExhausted when every slot is leased.
+  [[nodiscard]] LeaseType lease(PageId page, StreamRef stream, std::source_location at = std::source_location::current()) {
+    const Guard guard{*this};
+    Page& p = pages_.at(index(page));
+    if constexpr (!pages) {
+      return LeaseType{*this, nullptr, p.memory.bytes(), Access::read_write, true, stream};
+    } else {
+      make_up(at);
+      if (p.resident != nullptr) return lease_resident(p, stream, at);
+      if (plan_ == nullptr || cursor_ >= plan_->steps.size() || plan_->steps[cursor_].page != page) {
+        throw InvalidArgument{"page " + p.label + " is not the next of the plan" +
+                              (plan_ == nullptr ? ": no plan was begun"
+                               : cursor_ >= plan_->steps.size()
+                                   ? ": the plan has ended"
+                                   : ", " + pages_[index(plan_->steps[cursor_].page)].label + " is")};
+      }
+      const Access access = plan_->steps[cursor_].access;
+      if (p.slot != nullptr && p.slot->leased) throw InvalidArgument{"page " + p.label + " is leased already"};
+      const bool hit = p.slot != nullptr && p.slot->valid && !p.filled_ahead;
+      if (p.slot == nullptr) assign(p, take_slot(p, at), page);
+      drop_if_stale(p);
+      if (reads(access) && !p.slot->valid) fill(p, *p.slot, at);
+      if (hit) ++stats_.hits;
+      fill_ahead(at);
+      observer_.begin(Activity::stall, stream);
+      p.slot->order_before(device(), stream, at);
+      observer_.end(Activity::stall, stream);
+
+      Slot<D>& slot = *p.slot;
+      slot.leased = true;
+      slot.generation = generation(p);
+      slot.next_use = plan_->next_use[cursor_];
+      slot.fate = plan_->keep[cursor_]                   ? SlotFate::retain
+                  : slot.next_use != never || !p.transient ? SlotFate::write_back
+                                                         : SlotFate::release;
+      p.filled_ahead = false;
+      ++cursor_;
+      return LeaseType{*this, &slot, slot.memory().subspan(0, slot_bytes_.count()), access, hit, stream};
+    }
+  }
+
+  /// Of a page leased or about to be leased for writing: only its first `bytes` hold content from now on, and only they
+  /// are copied. Stays until it is set again.
+  void limit(PageId page, Bytes bytes) { pages_.at(index(page)).limit = bytes.count(); }
+
+  /// Ends the plan: kept pages are written back (or dropped, when transient) and `stream` waits for every write-back.
+  void finish(StreamRef stream, std::source_location at = std::source_location::current())
+    requires pages
+  {
+    const Guard guard{*this};
+    make_up(at);
+    give_up_kept(at);
+    if (last_write_back_ != 0) copy_out_->order_before(stream, last_write_back_, at);
+    plan_ = nullptr;
+  }
+
+  /// After a failed call: records the releases and issues the write-backs that were cut short. The streams that leases
+  /// were used on must still exist. Throws as any call does; call it again then.
+  void settle(std::source_location at = std::source_location::current())
+    requires pages
+  {
+    const Guard guard{*this};
+    make_up(at);
+  }
+
+  /// Whether the page's newest content lies in a slot and not (yet) in its home.
+  [[nodiscard]] bool dirty(PageId page) const {
+    const Slot<D>* slot = pages_.at(index(page)).slot;
+    return slot != nullptr && (slot->dirty || slot->launched);
+  }
+
+ private:
+  friend LeaseType;
+  static constexpr std::uint32_t never = ~std::uint32_t{0};
+
+  struct Range {
+    Home<D>* home;
+    std::uint64_t home_offset;
+    std::uint64_t slot_offset;
+    std::uint64_t count;
+  };
+
+  struct Page {
+    std::string label;
+    bool transient;
+    bool filled_ahead = false;  ///< its fill was issued by an earlier lease
+    Slot<D>* slot = nullptr;    ///< the slot it is in or on its way to
+    std::uint64_t limit = ~std::uint64_t{0};
+    std::vector<Range> in = {};   ///< copies of a fill
+    std::vector<Range> out = {};  ///< copies of a write-back
+    std::unique_ptr<Slot<D>> resident = {};
+    typename HbmArena<D>::Buffer memory = {};  ///< of a resident page where there is no paging
+  };
+
+  struct Plan {
+    std::vector<PlanStep> steps;
+    std::vector<std::uint32_t> next_use;  ///< position of the same page's next access
+    std::vector<bool> keep;               ///< whether it keeps its slot until then
+  };
+
+  // One thread at a time, and not from inside itself: found without a lock, so a misuse is an error and not a hang.
+  class Guard {
+   public:
+    explicit Guard(PrefetchScheduler& scheduler) : busy_{scheduler.busy_} {
+      if (busy_.exchange(true, std::memory_order_acquire)) {
+        throw InvalidArgument{"a scheduler was called from inside one of its own calls, or by two threads at once"};
+      }
+    }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+    ~Guard() { busy_.store(false, std::memory_order_release); }
+
+   private:
+    std::atomic<bool>& busy_;
+  };
+
+  static std::uint32_t index(PageId page) { return static_cast<std::uint32_t>(page); }
+
+  void check_options() {
+    if (depth() == 0) throw InvalidArgument{"a depth of 0 slots cannot hold a page"};
+    if (options_.guaranteed_slots > depth()) throw InvalidArgument{"guaranteed_slots exceeds the depth"};
+  }
+
+  void open_timelines() {
+    own_in_ = std::make_unique<Timeline<D>>(device(), options_.name + " in");
+    copy_in_ = copy_out_ = own_in_.get();
+    if (!options_.one_copy_stream) {
+      own_out_ = std::make_unique<Timeline<D>>(device(), options_.name + " out");
+      copy_out_ = own_out_.get();
+    }
+  }
+
+  void join(SlotPool<D>& pool) {
+    client_.guaranteed = options_.guaranteed_slots != 0 ? options_.guaranteed_slots : 1;
+    client_.scheduler = this;
+    client_.evict_one = [](void* self, std::source_location at) {
+      return static_cast<PrefetchScheduler*>(self)->evict_one(at);
+    };
+    pool.join(client_);
+    pool_ = &pool;
+  }
+
+  void attach(Home<D>& home) {
+    for (const Home<D>* known : homes_) {
+      if (known == &home) return;
+    }
+    homes_.push_back(&home);
+    home.attach();
+  }
+
+  // Neighbours in home and slot become one copy.
+  static void append(std::vector<Range>& ranges, Range range) {
+    if (range.count == 0) return;
+    if (!ranges.empty()) {
+      Range& last = ranges.back();
+      if (last.home == range.home && last.home_offset + last.count == range.home_offset &&
+          last.slot_offset + last.count == range.slot_offset) {
+        last.count += range.count;
+        return;
+      }
+    }
+    ranges.push_back(range);
+  }
+
+  // A page's content is cut off at its limit.
+  static std::uint64_t clipped(const Page& page, const Range& range) {
+    return range.slot_offset >= page.limit ? 0 : std::min(range.count, page.limit - range.slot_offset);
+  }
+
+  // Grows whenever one of the page's homes was replaced from outside.
+  static std::uint64_t generation(const Page& page) {
+    std::uint64_t sum = 0;
+    for (const Range& range : page.in) sum += range.home->generation();
+    for (const Range& range : page.out) sum += range.home->generation();
+    return sum;
+  }
+
+  // A copy made under an older generation is worthless, whatever it holds.
+  void drop_if_stale(Page& page) {
+    if (page.slot->generation == generation(page)) return;
+    page.slot->valid = page.slot->dirty = page.slot->launched = false;
+  }
+
+  void assign(Page& page, Slot<D>& slot, PageId id) {
+    slot.page = id;
+    slot.valid = slot.dirty = slot.launched = false;
+    slot.generation = generation(page);
+    slot.fate = SlotFate::retain;
+    page.slot = &slot;
+    page.filled_ahead = false;
+  }
+
+  Slot<D>* try_take() { return client_.held < depth() ? pool_->try_take(client_) : nullptr; }
+
+  Slot<D>& take_slot(const Page& page, std::source_location at) {
+    if (Slot<D>* slot = try_take()) return *slot;
+    if (client_.held < depth()) {
+      if (Slot<D>* slot = pool_->take_from_others(client_, at)) return *slot;
+    }
+    if (evict_one(at)) {
+      if (Slot<D>* slot = try_take()) return *slot;
+    }
+    std::string holders;
+    for (const Page& other : pages_) {
+      if (other.slot == nullptr || other.slot->permanent) continue;
+      holders += (holders.empty() ? "" : ", ") + other.label + (other.slot->leased ? "" : " (unsettled)");
+    }
+    throw SlotsExhausted{"no slot for page " + page.label + ": all " + std::to_string(client_.held) +
+                         " that " + options_.name + " may hold are leased, by " + (holders.empty() ? "others" : holders)};
+  }
+
+  // Gives up the kept page whose next use is farthest away.
+  bool evict_one(std::source_location at) {
+    Page* victim = nullptr;
+    for (Page& page : pages_) {
+      if (page.slot == nullptr || page.slot->permanent || page.slot->leased || page.slot->unrecorded) continue;
+      if (victim == nullptr || page.slot->next_use > victim->slot->next_use) victim = &page;
+    }
+    if (victim == nullptr) return false;
+    ++stats_.evictions;
+    give_up(*victim, at);
+    return true;
+  }
+
+  void make_up(std::source_location at) {
+    if (!unsettled_) return;
+    for (Page& page : pages_) {
+      if (page.slot == nullptr || page.slot->leased) continue;
+      if (page.slot->unrecorded) record_releases(*page.slot, at);
+      if (!page.slot->permanent) end_use(page, at);
+    }
+    unsettled_ = false;
+  }
+
+  void give_up(Page& page, std::source_location at) {
+    drop_if_stale(page);
+    page.slot->fate = SlotFate::write_back;
+    end_use(page, at);
+  }
+
+  void give_up_kept(std::source_location at) {
+    if (client_.held == 0) return;
+    for (Page& page : pages_) {
+      if (page.slot == nullptr || page.slot->permanent || page.slot->leased || page.slot->unrecorded) continue;
+      if (page.transient) page.slot->dirty = false;
+      give_up(page, at);
+    }
+  }
+
+  LeaseType lease_resident(Page& page, StreamRef stream, std::source_location at) {
+    if (page.slot->leased) throw InvalidArgument{"page " + page.label + " is leased already"};
+    page.slot->order_before(device(), stream, at);
+    page.slot->leased = true;
+    return LeaseType{*this, page.slot, page.slot->memory(), Access::read_write, true, stream};
+  }
+
+  void fill(Page& page, Slot<D>& slot, std::source_location at) {
+    observer_.begin(Activity::fill, copy_in_->stream());
+    WaitSet<D> waits;
+    if (slot.last_copy.valid()) {
+      waits.add(slot.last_copy);
+    } else {
+      slot.order_before(device(), copy_in_->stream(), at);
+    }
+    for (const Range& range : page.in) range.home->before_read(range.home_offset, clipped(page, range), waits);
+    waits.order_before(copy_in_->stream(), at);
+    for (const Range& range : page.in) {
+      const std::uint64_t count = clipped(page, range);
+      if (count == 0) continue;
+      device().copy_async(slot.memory().subspan(range.slot_offset, count),
+                          pinned_span<const std::byte>{range.home->memory().subspan(range.home_offset, count)},
+                          copy_in_->stream(), at);
+      stats_.h2d_bytes += count;
+      // Noted copy by copy: should the next one fail, this one is in flight all the same.
+      slot.last_copy = {copy_in_, copy_in_->advance()};
+      range.home->note_read(range.home_offset, count, slot.last_copy);
+    }
+    slot.valid = true;
+    slot.generation = generation(page);
+    observer_.end(Activity::fill, copy_in_->stream());
+    if (page.in.empty()) return;
+    ++stats_.fills;
+    copy_in_->record(at);
+  }
+
+  // Fills the pages that the next Depth - 1 accesses read, as far as slots are free. A slot that an earlier access will
+  // take for writing is left free for it.
+  void fill_ahead(std::source_location at) {
+    std::uint32_t spoken_for = 0;
+    const std::uint64_t end = std::min<std::uint64_t>(plan_->steps.size(), std::uint64_t{cursor_} + depth());
+    for (std::uint32_t i = cursor_ + 1; i < end; ++i) {
+      const PlanStep& step = plan_->steps[i];
+      Page& page = pages_[index(step.page)];
+      bool earlier = false;  // what an access in between writes is not in the home yet
+      for (std::uint32_t j = cursor_; j < i && !earlier; ++j) earlier = plan_->steps[j].page == step.page;
+      if (earlier) continue;
+      if (page.slot != nullptr) {
+        if (page.slot->leased) continue;
+        drop_if_stale(page);
+        if (page.slot->valid || !reads(step.access)) continue;
+        fill(page, *page.slot, at);  // assigned by a call that failed before its fill
+        page.filled_ahead = true;
+        continue;
+      }
+      if (!reads(step.access) || page.in.empty()) {
+        ++spoken_for;
+        continue;
+      }
+      if (client_.held + spoken_for >= depth() || pool_->available(client_) <= spoken_for) return;
+      assign(page, *try_take(), step.page);
+      page.slot->next_use = i;
+      fill(page, *page.slot, at);
+      page.filled_ahead = true;
+    }
+  }
+
+  void write_back(Page& page, Slot<D>& slot, std::source_location at) {
+    observer_.begin(Activity::write_back, copy_out_->stream());
+    slot.order_before(device(), copy_out_->stream(), at);
+    WaitSet<D> waits;
+    for (const Range& range : page.out) range.home->before_write(range.home_offset, clipped(page, range), waits);
+    waits.order_before(copy_out_->stream(), at);
+    Mark<D> mark;
+    for (const Range& range : page.out) {
+      const std::uint64_t count = clipped(page, range);
+      if (count == 0) continue;
+      device().copy_async(range.home->memory().subspan(range.home_offset, count),
+                          device_span<const std::byte>{slot.memory().subspan(range.slot_offset, count)},
+                          copy_out_->stream(), at);
+      stats_.d2h_bytes += count;
+      mark = slot.last_copy = {copy_out_, copy_out_->advance()};
+      last_write_back_ = mark.ticket;
+      range.home->note_write(range.home_offset, count, mark);
+    }
+    slot.dirty = slot.launched = false;
+    observer_.end(Activity::write_back, copy_out_->stream());
+    if (!mark.valid()) return;
+    ++stats_.write_backs;
+    copy_out_->record(at);
+  }
+
+  // What follows the last use of a slot: its fate, decided when it was leased.
+  void end_use(Page& page, std::source_location at) {
+    Slot<D>& slot = *page.slot;
+    if (slot.fate == SlotFate::retain) return;
+    if (slot.dirty && slot.fate == SlotFate::write_back) write_back(page, slot, at);
+    if (options_.fill_evicted) poison(slot, at);
+    page.slot = nullptr;
+    page.filled_ahead = false;
+    pool_->give_back(client_, slot);
+  }
+
+  void poison(Slot<D>& slot, std::source_location at) {
+    slot.order_before(device(), copy_out_->stream(), at);
+    device().fill_async(slot.memory(), std::byte{0xff}, copy_out_->stream(), at);
+    slot.last_copy = {copy_out_, copy_out_->advance()};
+    copy_out_->record(at);
+  }
+
+  void record_releases(Slot<D>& slot, std::source_location at) {
+    for (std::uint32_t i = 0; i < slot.release_count; ++i) device().record(slot.releases[i].event, *slot.releases[i].stream, at);
+    slot.unrecorded = false;
+  }
+
+  // The lease's streams become what later work on the slot waits for. They waited for the last copy themselves.
+  void note_streams(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams) {
+    slot.leased = false;
+    slot.last_copy = {};
+    slot.release_count = static_cast<std::uint32_t>(streams.size());
+    for (std::uint32_t i = 0; i < slot.release_count; ++i) slot.releases[i].stream = streams[i];
+    slot.unrecorded = true;
+  }
+
+  // --- called by leases
+
+  void order_before(Slot<D>& slot, StreamRef stream, std::source_location at) {
+    const Guard guard{*this};
+    slot.order_before(device(), stream, at);
+  }
+
+  void release(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool written, std::source_location at) {
+    const Guard guard{*this};
+    unsettled_ = true;  // until the end of this function is reached
+    note_streams(slot, streams);
+    bool stale = false;
+    if (!slot.permanent && written) {
+      stale = slot.generation != generation(page_in(slot));
+      slot.valid = slot.dirty = !stale;
+      if (stale) slot.fate = SlotFate::release;
+    }
+    make_up(at);
+    if (stale) {
+      throw InvalidArgument{"a page was leased before its home was loaded anew; what was written to it is dropped"};
+    }
+  }
+
+  void abandon(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool for_writing) noexcept {
+    unsettled_ = true;
+    note_streams(slot, streams);
+    if (slot.permanent) {
+      slot.launched = false;
+    } else if (slot.launched) {
+      slot.valid = slot.dirty = true;
+      slot.fate = SlotFate::write_back;
+      return;
+    } else if (for_writing) {
+      slot.valid = slot.dirty = false;
+      slot.fate = SlotFate::release;
+    }
+    try {
+      make_up(std::source_location::current());
+    } catch (const Error&) {
+      // A destructor cannot throw. The slot stays assigned and is not used again; the next call makes up for it, or reports.
+    }
+  }
+
+  typename HbmArena<D>::Buffer donate(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams,
+                                      typename HbmArena<D>::Buffer replacement, std::source_location at) {
+    const Guard guard{*this};
+    unsettled_ = true;
+    note_streams(slot, streams);
+    const bool fits = !slot.permanent && replacement.size() >= slot_bytes_;
+    if (fits) {
+      std::swap(slot.buffer, replacement);
+      slot.valid = slot.dirty = false;
+      slot.fate = SlotFate::release;
+    }
+    make_up(at);
+    if (!fits) throw InvalidArgument{"a donated page needs a slot, and a replacement that is no smaller than it"};
+    return replacement;
+  }
+
+  Page& page_in(const Slot<D>& slot) { return pages_[index(*slot.page)]; }
+
+  HbmArena<D>* arena_;
+  SchedulerOptions options_;
+  [[no_unique_address]] Observer observer_;
+  Bytes slot_bytes_;
+  Role role_ = Role::other;
+  std::unique_ptr<Timeline<D>> own_in_;
+  std::unique_ptr<Timeline<D>> own_out_;
+  Timeline<D>* copy_in_ = nullptr;
+  Timeline<D>* copy_out_ = nullptr;
+  std::unique_ptr<SlotPool<D>> own_pool_;
+  SlotPool<D>* pool_ = nullptr;
+  typename SlotPool<D>::Client client_;
+  std::vector<Page> pages_;
+  std::deque<Plan> plans_;  // a plan that runs stays where it is
+  std::vector<Home<D>*> homes_;
+  const Plan* plan_ = nullptr;
+  std::uint32_t cursor_ = 0;
+  std::uint64_t last_write_back_ = 0;
+  TransferStats stats_;
+  bool unsettled_ = false;  ///< a release or a write-back is owed
+  std::atomic<bool> busy_ = false;
+};
+
+}  // namespace hbmoff
