@@ -30,8 +30,8 @@ def main():
     blocks = re.findall(r"^```cpp\n(.*?)^```", pathlib.Path(sys.argv[1]).read_text(), flags=re.M | re.S)
     sources = [lines_of(pathlib.Path(p).read_text()) for p in sys.argv[2:]]
     missing = [b for b in blocks if not any(contains(s, lines_of(b)) for s in sources)]
-    if not blocks:
-        sys.exit("README.md shows no C++")
+    if not blocks or not all(b.strip() for b in blocks):
+        sys.exit("README.md has no C++ block, or an empty one")
     for block in missing:
         print(f"in no source that is compiled:\n{block}")
     print(f"{len(blocks)} blocks, {len(missing)} not found")
