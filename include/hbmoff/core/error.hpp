@@ -52,10 +52,9 @@ class OutOfMemory : public Error {
 
  private:
   static std::string message(const Details& d) {
-    std::string text = std::string{to_string(d.tier)} + " is full: " + d.what_for + " needs " +
-                       to_string(d.requested) + " (" + std::to_string(d.requested.count()) +
-                       " bytes), free are " + to_string(d.free) + " of " + to_string(d.capacity) +
-                       ", largest free block " + to_string(d.largest_free);
+    std::string text = std::string{to_string(d.tier)} + " is full: " + d.what_for + " needs " + to_string(d.requested) +
+                       " (" + std::to_string(d.requested.count()) + " bytes), free are " + to_string(d.free) + " of " +
+                       to_string(d.capacity) + ", largest free block " + to_string(d.largest_free);
     bool first = true;
     for (std::uint32_t role = 0; role < role_count; ++role) {
       if (d.by_role[role] == Bytes{}) continue;
@@ -85,8 +84,8 @@ class DeviceError : public Error {
   };
 
   DeviceError(Kind kind, std::string_view api, std::string_view reason, std::source_location at)
-      : Error{std::string{api} + " (" + at.file_name() + ":" + std::to_string(at.line()) + "): " +
-              (kind == Kind::context_lost ? "the device context is lost: " : "") + std::string{reason}},
+      : Error{std::string{api} + " (" + at.file_name() + ":" + std::to_string(at.line()) +
+              "): " + (kind == Kind::context_lost ? "the device context is lost: " : "") + std::string{reason}},
         kind_{kind}, api_{api}, where_{at} {}
 
   [[nodiscard]] Kind kind() const noexcept { return kind_; }

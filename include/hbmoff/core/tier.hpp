@@ -16,14 +16,12 @@ inline constexpr std::uint32_t tier_count = 2;
 
 /// What bytes are for; memory is accounted by role. `workspace` is scratch of kernels and libraries,
 /// `bookkeeping` is what the library itself keeps on the device (tables, coefficients, counts).
-enum class Role : std::uint8_t {
-  weight, gradient, optimizer_state, activation, workspace, bookkeeping, other
-};
+enum class Role : std::uint8_t { weight, gradient, optimizer_state, activation, workspace, bookkeeping, other };
 inline constexpr std::uint32_t role_count = 7;
 
 [[nodiscard]] constexpr std::string_view to_string(Role role) {
-  constexpr std::string_view names[role_count] = {"weights",     "gradients", "optimizer state",
-                                                  "activations", "workspace", "bookkeeping", "other"};
+  constexpr std::string_view names[role_count] = {
+      "weights", "gradients", "optimizer state", "activations", "workspace", "bookkeeping", "other"};
   return names[static_cast<std::uint32_t>(role)];
 }
 

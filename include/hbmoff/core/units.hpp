@@ -42,9 +42,7 @@ constexpr Bytes operator""_TiB(unsigned long long n) { return Bytes{n << 40}; }
 [[nodiscard]] constexpr std::uint64_t round_up(std::uint64_t n, std::uint64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
-[[nodiscard]] constexpr Bytes round_up(Bytes n, Bytes unit) {
-  return Bytes{round_up(n.count(), unit.count())};
-}
+[[nodiscard]] constexpr Bytes round_up(Bytes n, Bytes unit) { return Bytes{round_up(n.count(), unit.count())}; }
 
 /// For people: "512 bytes", "1.50 MiB". Binary units, two decimals, rounded down.
 [[nodiscard]] inline std::string to_string(Bytes bytes) {
@@ -56,8 +54,7 @@ constexpr Bytes operator""_TiB(unsigned long long n) { return Bytes{n << 40}; }
   const std::uint64_t whole = bytes.count() / scale;
   // Split before multiplying: the remainder of a count near 2^64 times 100 would not fit.
   const std::uint64_t hundredths = (bytes.count() % scale) / (scale / 1024) * 100 / 1024;
-  return std::to_string(whole) + (hundredths < 10 ? ".0" : ".") + std::to_string(hundredths) + " " +
-         names[unit];
+  return std::to_string(whole) + (hundredths < 10 ? ".0" : ".") + std::to_string(hundredths) + " " + names[unit];
 }
 
 }  // namespace hbmoff

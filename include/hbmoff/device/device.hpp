@@ -108,63 +108,63 @@ struct AccessRange {
 ///
 /// - Work on one stream runs in the order of the calls. Streams run beside each other.
 /// - `record(event, stream)` captures the work put on `stream` so far; a later record replaces it.
-/// - `wait(stream, event)` makes later work on `stream` wait for the event's latest record at the time of the
-///   call. Waiting on an event never recorded is a no-op.
-/// - No call but `synchronize`, `create_*`, `allocate_*` and `free_*` blocks the calling thread (a full submission queue
-///   may, as CUDA's does).
+/// - `wait(stream, event)` makes later work on `stream` wait for the event's latest record at the time of the call.
+///   Waiting on an event never recorded is a no-op.
+/// - No call but `synchronize`, `create_*`, `allocate_*` and `free_*` blocks the calling thread (a full submission
+///   queue may, as CUDA's does).
 /// - A call that throws with `DeviceError::Kind::call_failed` or `OutOfMemory` had no effect and leaves the device
-///   usable. When work already queued fails, everything queued is dropped and every later call throws
-///   `DeviceError` with `context_lost`; `lost()` then says so without throwing. Destructors and `free_*` never throw.
+///   usable. When work already queued fails, everything queued is dropped and every later call throws `DeviceError`
+///   with `context_lost`; `lost()` then says so without throwing. Destructors and `free_*` never throw.
 /// - Streams, events and memory are given back before their device is destroyed.
 ///
-/// `Stream` and `Event` are move-only owners; `StreamRef` and `EventRef` are views, copyable and comparable,
-/// never null. An owner converts to its view. Every call takes the call site last, defaulted.
+/// `Stream` and `Event` are move-only owners; `StreamRef` and `EventRef` are views, copyable and comparable, never
+/// null. An owner converts to its view. Every call takes the call site last, defaulted.
 ///
 /// Launching kernels is not part of the concept: each device has its own way (`HostDevice::enqueue`, `<<<>>>`).
 template <class D>
-concept Device = requires(D& device, const D& constant, typename D::StreamRef stream, typename D::EventRef event,
-                          device_span<std::byte> hbm, device_span<const std::byte> hbm_source,
-                          pinned_span<std::byte> pinned, pinned_span<const std::byte> pinned_source, Bytes bytes,
-                          std::source_location at) {
-  requires std::movable<typename D::Stream> && !std::copyable<typename D::Stream>;
-  requires std::movable<typename D::Event> && !std::copyable<typename D::Event>;
-  requires std::equality_comparable<typename D::StreamRef> && std::copyable<typename D::StreamRef>;
-  requires std::convertible_to<const typename D::Stream&, typename D::StreamRef>;
-  requires std::convertible_to<const typename D::Event&, typename D::EventRef>;
+concept Device =
+    requires(D& device, const D& constant, typename D::StreamRef stream, typename D::EventRef event,
+             device_span<std::byte> hbm, device_span<const std::byte> hbm_source, pinned_span<std::byte> pinned,
+             pinned_span<const std::byte> pinned_source, Bytes bytes, std::source_location at) {
+      requires std::movable<typename D::Stream> && !std::copyable<typename D::Stream>;
+      requires std::movable<typename D::Event> && !std::copyable<typename D::Event>;
+      requires std::equality_comparable<typename D::StreamRef> && std::copyable<typename D::StreamRef>;
+      requires std::convertible_to<const typename D::Stream&, typename D::StreamRef>;
+      requires std::convertible_to<const typename D::Event&, typename D::EventRef>;
 
-  { device.create_stream(std::string_view{}, at) } -> std::same_as<typename D::Stream>;
-  { device.create_event(EventTiming::none, at) } -> std::same_as<typename D::Event>;
+      { device.create_stream(std::string_view{}, at) } -> std::same_as<typename D::Stream>;
+      { device.create_event(EventTiming::none, at) } -> std::same_as<typename D::Event>;
 
   // Whole reservations, as arenas make them; aligned to at least 256 bytes. `OutOfMemory` when there is no room.
-  { device.allocate_device(bytes, at) } -> std::same_as<device_span<std::byte>>;
-  { device.allocate_pinned(bytes, at) } -> std::same_as<pinned_span<std::byte>>;
-  { device.free_device(hbm) } noexcept;
-  { device.free_pinned(pinned) } noexcept;
+      { device.allocate_device(bytes, at) } -> std::same_as<device_span<std::byte>>;
+      { device.allocate_pinned(bytes, at) } -> std::same_as<pinned_span<std::byte>>;
+      { device.free_device(hbm) } noexcept;
+      { device.free_pinned(pinned) } noexcept;
 
   // Destination first, as memcpy. Both sides have the same size; a size of 0 is allowed and does nothing.
-  device.copy_async(hbm, pinned_source, stream, at);
-  device.copy_async(pinned, hbm_source, stream, at);
-  device.copy_async(hbm, hbm_source, stream, at);
-  device.fill_async(hbm, std::byte{}, stream, at);
+      device.copy_async(hbm, pinned_source, stream, at);
+      device.copy_async(pinned, hbm_source, stream, at);
+      device.copy_async(hbm, hbm_source, stream, at);
+      device.fill_async(hbm, std::byte{}, stream, at);
 
-  device.record(event, stream, at);
-  device.wait(stream, event, at);
-  { device.query(event, at) } -> std::same_as<bool>;  // true when the latest record is done, or there is none
-  device.synchronize(event, at);
-  device.synchronize(stream, at);
+      device.record(event, stream, at);
+      device.wait(stream, event, at);
+      { device.query(event, at) } -> std::same_as<bool>;  // true when the latest record is done, or there is none
+      device.synchronize(event, at);
+      device.synchronize(stream, at);
   // Time between the latest records of two timed events; both must be done.
-  { device.elapsed(event, event, at) } -> std::convertible_to<std::chrono::duration<double>>;
+      { device.elapsed(event, event, at) } -> std::convertible_to<std::chrono::duration<double>>;
   // Runs `callable` on the host in stream order. It must not call the device.
-  device.host_func(stream, [] {}, at);
+      device.host_func(stream, [] {}, at);
 
-  { constant.memory_info() } -> std::same_as<MemoryInfo>;
-  { constant.lost() } noexcept -> std::same_as<bool>;
+      { constant.memory_info() } -> std::same_as<MemoryInfo>;
+      { constant.lost() } noexcept -> std::same_as<bool>;
 
   // Notes for devices that check; they cost nothing elsewhere.
-  device.note_block(BlockNote::named, hbm_source, std::string_view{}, stream, at);
-  device.note_block(BlockNote::named, pinned_source, std::string_view{}, stream, at);
-  device.note_access(stream, std::string_view{}, std::initializer_list<AccessRange>{},
-                     std::initializer_list<AccessRange>{}, at);  // reads, writes
-};
+      device.note_block(BlockNote::named, hbm_source, std::string_view{}, stream, at);
+      device.note_block(BlockNote::named, pinned_source, std::string_view{}, stream, at);
+      device.note_access(stream, std::string_view{}, std::initializer_list<AccessRange>{},
+                         std::initializer_list<AccessRange>{}, at);  // reads, writes
+    };
 
 }  // namespace hbmoff

@@ -95,8 +95,8 @@ class Recorder {
       : device_{&device}, origin_{device.create_event(EventTiming::timed)} {
     spans_.reserve(capacity);
     for (std::uint32_t i = 0; i < capacity; ++i) {
-      spans_.push_back({Activity::fill, device.create_event(EventTiming::timed), device.create_event(EventTiming::timed),
-                        std::nullopt, false});
+      spans_.push_back({Activity::fill, device.create_event(EventTiming::timed),
+                        device.create_event(EventTiming::timed), std::nullopt, false});
     }
     device.record(origin_, stream);
     device.synchronize(origin_);

@@ -136,7 +136,8 @@ class Home {
   }
 
   /// Blocks the calling thread until no copy reads or writes the range.
-  void synchronize(std::uint64_t first, std::uint64_t count, std::source_location at = std::source_location::current()) {
+  void synchronize(std::uint64_t first, std::uint64_t count,
+                   std::source_location at = std::source_location::current()) {
     WaitSet<D> waits;
     before_write(first, count, waits);
     waits.synchronize(at);

@@ -16,11 +16,12 @@ namespace hbmoff {
 
 /// Move-only access to a page in HBM, ordered behind its fill on the stream it was taken for. How it ends:
 ///
-/// - `commit()`: what was written is good. The page is released behind the work put so far on the lease's streams,
-///   and written back if it was written. On a failure it throws, and `PrefetchScheduler::settle` makes up for it.
-/// - destruction of a lease for reading: released in the same way. If that fails, the slot is not used again until `settle`.
-/// - destruction of a lease for writing, without `commit()`: discarded, the home stays as it was. But after `launched()`
-///   the slot holds the only true copy: it stays, dirty and unused, until `settle`.
+/// - `commit()`: what was written is good. The page is released behind the work put so far on the lease's streams, and
+///   written back if it was written. On a failure it throws, and `PrefetchScheduler::settle` makes up for it.
+/// - destruction of a lease for reading: released in the same way. If that fails, the slot is not used again until
+///   `settle`.
+/// - destruction of a lease for writing, without `commit()`: discarded, the home stays as it was. But after
+///   `launched()` the slot holds the only true copy: it stays, dirty and unused, until `settle`.
 ///
 /// Nothing here blocks the calling thread. A moved-from lease is empty: `empty()` says so, using it throws.
 template <class Scheduler>
@@ -31,13 +32,8 @@ class Lease {
 
   Lease() = default;
   Lease(Lease&& other) noexcept
-      : scheduler_{std::exchange(other.scheduler_, nullptr)},
-        slot_{other.slot_},
-        memory_{other.memory_},
-        access_{other.access_},
-        hit_{other.hit_},
-        stream_count_{other.stream_count_},
-        streams_{other.streams_} {}
+      : scheduler_{std::exchange(other.scheduler_, nullptr)}, slot_{other.slot_}, memory_{other.memory_},
+        access_{other.access_}, hit_{other.hit_}, stream_count_{other.stream_count_}, streams_{other.streams_} {}
   Lease& operator=(Lease&& other) noexcept {
     if (this != &other) {
       end();
@@ -83,7 +79,8 @@ class Lease {
     }
   }
 
-  /// Say this right after a kernel that writes the page was launched: from here on the slot, not the home, is the truth.
+  /// Say this right after a kernel that writes the page was launched: from here on the slot, not the home, is the
+  /// truth.
   void launched() {
     require();
     if constexpr (Scheduler::pages) slot_->launched = true;
@@ -103,7 +100,8 @@ class Lease {
     static_assert(Scheduler::pages, "resident memory has no slot to swap");
     require();
     if (access_ != Access::read) throw InvalidArgument{"only a page leased for reading can be donated"};
-    return std::exchange(scheduler_, nullptr)->donate(*slot_, {streams_.data(), stream_count_}, std::move(replacement), at);
+    return std::exchange(scheduler_, nullptr)
+        ->donate(*slot_, {streams_.data(), stream_count_}, std::move(replacement), at);
   }
 
  private:

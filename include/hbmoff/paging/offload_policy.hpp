@@ -33,11 +33,15 @@ enum class SaveMode : std::uint8_t {
 /// instantiated.
 template <class Policy>
 struct OffloadPolicyTraits {
-  static constexpr bool has_home_constant = requires { { Policy::home_tier } -> std::convertible_to<Tier>; };
+  static constexpr bool has_home_constant = requires {
+    { Policy::home_tier } -> std::convertible_to<Tier>;
+  };
   static constexpr bool has_home = requires(const Policy& p, const TensorInfo& t) {
     { p.home(t) } -> std::same_as<Tier>;
   };
-  static constexpr bool has_save_constant = requires { { Policy::save_mode } -> std::convertible_to<SaveMode>; };
+  static constexpr bool has_save_constant = requires {
+    { Policy::save_mode } -> std::convertible_to<SaveMode>;
+  };
   static constexpr bool has_save = requires(const Policy& p, const TensorInfo& t) {
     { p.save(t) } -> std::same_as<SaveMode>;
   };
@@ -76,9 +80,9 @@ struct OffloadPolicyTraits {
 
 /// A copyable type that answers at least one of the two questions.
 template <class Policy>
-concept OffloadPolicy = std::copyable<Policy> &&
-                        (OffloadPolicyTraits<Policy>::has_home_constant || OffloadPolicyTraits<Policy>::has_home ||
-                         OffloadPolicyTraits<Policy>::has_save_constant || OffloadPolicyTraits<Policy>::has_save);
+concept OffloadPolicy =
+    std::copyable<Policy> && (OffloadPolicyTraits<Policy>::has_home_constant || OffloadPolicyTraits<Policy>::has_home ||
+                              OffloadPolicyTraits<Policy>::has_save_constant || OffloadPolicyTraits<Policy>::has_save);
 
 /// Nothing is paged. Costs nothing: the answer is a constant.
 struct KeepResident {

@@ -36,10 +36,11 @@ struct PagePart {
 /// A page as its owner describes it.
 template <Device D>
 struct PageSpec {
-  std::string label = {};               ///< names the page in errors
+  std::string label = {};  ///< names the page in errors
   std::vector<PagePart<D>> parts = {};  ///< may be empty: the slot is scratch then, no copy is made
-  Bytes slot_bytes = {};                ///< room in the slot; at least the end of the last part
-  bool transient = false;          ///< nobody needs the content after its last access in a plan: it is dropped, not written back
+  Bytes slot_bytes = {};  ///< room in the slot; at least the end of the last part
+  bool transient =
+      false;  ///< nobody needs the content after its last access in a plan: it is dropped, not written back
 };
 
 /// Identifies a page within its scheduler.

@@ -47,21 +47,22 @@ struct SchedulerOptions {
 /// ahead; at each release the write-back is put on the copy-out stream. Nothing is decided by timing and no call waits
 /// for the device: order is made of events between streams.
 ///
-/// A page that is written in place holds its slot for fill f, compute c and write-back w, so a sweep's period is
-/// max(f, c, w, (f + c + w) / Depth): with f = c = w two slots cost 1.5 times the best and three reach it, hence the
-/// default. A page keeps its slot, with no copy, when fewer than Depth other pages are accessed before its next access in the
+/// A page that is written in place holds its slot for fill f, compute c and write-back w, so a sweep's period is max(f,
+/// c, w, (f + c + w) / Depth): with f = c = w two slots cost 1.5 times the best and three reach it, hence the default.
+/// A page keeps its slot, with no copy, when fewer than Depth other pages are accessed before its next access in the
 /// plan.
 ///
 /// HBM held is Depth slots of `slot_bytes` (or a share of a pool), whatever the number of pages, plus resident pages.
 ///
 /// Failures: a call that throws leaves every page whole and the scheduler usable: the same call may be made again, and
-/// `settle` makes up for releases and write-backs that were cut short. After the loss of the context nothing can be settled.
+/// `settle` makes up for releases and write-backs that were cut short. After the loss of the context nothing can be
+/// settled.
 ///
 /// One thread at a time uses a scheduler; a call from inside another throws InvalidArgument. It uses streams of its own
 /// and creates neither streams nor events nor heap memory after `add_*`. The destructor waits for its copies.
 ///
-/// `Policy` decides at compile time whether there is paging at all: with KeepResident only resident pages exist,
-/// a lease is a pointer, and no stream, event or slot is made.
+/// `Policy` decides at compile time whether there is paging at all: with KeepResident only resident pages exist, a
+/// lease is a pointer, and no stream, event or slot is made.
 template <Device D, class Policy = OffloadAll, std::uint32_t Depth = 3, class Observer = NullObserver>
 class PrefetchScheduler {
  public:
@@ -70,12 +71,13 @@ class PrefetchScheduler {
   using LeaseType = Lease<PrefetchScheduler>;
 
   /// False when the policy keeps everything resident, known at compile time.
-  static constexpr bool pages = !(OffloadPolicyTraits<Policy>::state_always_resident &&
-                                  OffloadPolicyTraits<Policy>::activations_always_kept);
+  static constexpr bool pages =
+      !(OffloadPolicyTraits<Policy>::state_always_resident && OffloadPolicyTraits<Policy>::activations_always_kept);
 
-  /// Owns `depth` slots of `slot_bytes` each, taken from `arena` for `role` by the first `lease` of a page that needs one,
-  /// or by `reserve`.
-  PrefetchScheduler(HbmArena<D>& arena, Bytes slot_bytes, Role role, SchedulerOptions options = {}, Observer observer = {})
+  /// Owns `depth` slots of `slot_bytes` each, taken from `arena` for `role` by the first `lease` of a page that needs
+  /// one, or by `reserve`.
+  PrefetchScheduler(HbmArena<D>& arena, Bytes slot_bytes, Role role, SchedulerOptions options = {},
+                    Observer observer = {})
       : arena_{&arena}, options_{std::move(options)}, observer_{observer}, slot_bytes_{slot_bytes}, role_{role} {
     check_options();
     if constexpr (pages) open_timelines();
@@ -159,7 +161,8 @@ class PrefetchScheduler {
     const Guard guard{*this};
     Page page{.label = std::move(label), .transient = false};
     if constexpr (pages) {
-      page.resident = std::make_unique<Slot<D>>(SlotPool<D>::make_slot(*arena_, bytes, role, copy_in_->stream(), page.label));
+      page.resident =
+          std::make_unique<Slot<D>>(SlotPool<D>::make_slot(*arena_, bytes, role, copy_in_->stream(), page.label));
       page.resident->permanent = true;
       page.slot = page.resident.get();
     } else {
@@ -217,14 +220,15 @@ class PrefetchScheduler {
     requires pages
   {
     if (pool_ != nullptr) return;
-    own_pool_ = std::make_unique<SlotPool<D>>(*arena_, slot_bytes_, depth(), role_, copy_in_->stream(), options_.name + " slot");
+    own_pool_ = std::make_unique<SlotPool<D>>(*arena_, slot_bytes_, depth(), role_, copy_in_->stream(),
+                                              options_.name + " slot");
     join(*own_pool_);
   }
 
   // ---------------------------------------------------------------------------------------------- running a plan
 
-  /// Starts `plan` at its first access. Pages kept from a plan that did not end are given up: written back when they are dirty,
-  /// dropped when they are transient.
+  /// Starts `plan` at its first access. Pages kept from a plan that did not end are given up: written back when they
+  /// are dirty, dropped when they are transient.
   void begin(PlanId plan, std::source_location at = std::source_location::current())
     requires pages
   {
@@ -253,7 +257,8 @@ class PrefetchScheduler {
   /// Leases `page`, the next of the plan, for work on `stream`, which waits for its fill; or a resident page for
   /// reading and writing. Does not block.
   /// Throws InvalidArgument when the plan says another page, and SlotsExhausted when every slot is leased.
-  [[nodiscard]] LeaseType lease(PageId page, StreamRef stream, std::source_location at = std::source_location::current()) {
+  [[nodiscard]] LeaseType lease(PageId page, StreamRef stream,
+                                std::source_location at = std::source_location::current()) {
     const Guard guard{*this};
     Page& p = pages_.at(index(page));
     if constexpr (!pages) {
@@ -284,9 +289,9 @@ class PrefetchScheduler {
       slot.leased = true;
       slot.generation = generation(p);
       slot.next_use = plan_->next_use[cursor_];
-      slot.fate = plan_->keep[cursor_]                   ? SlotFate::retain
+      slot.fate = plan_->keep[cursor_]                     ? SlotFate::retain
                   : slot.next_use != never || !p.transient ? SlotFate::write_back
-                                                         : SlotFate::release;
+                                                           : SlotFate::release;
       p.filled_ahead = false;
       ++cursor_;
       return LeaseType{*this, &slot, slot.memory().subspan(0, slot_bytes_.count()), access, hit, stream};
@@ -338,9 +343,9 @@ class PrefetchScheduler {
     std::string label;
     bool transient;
     bool filled_ahead = false;  ///< its fill was issued by an earlier lease
-    Slot<D>* slot = nullptr;    ///< the slot it is in or on its way to
+    Slot<D>* slot = nullptr;  ///< the slot it is in or on its way to
     std::uint64_t limit = ~std::uint64_t{0};
-    std::vector<Range> in = {};   ///< copies of a fill
+    std::vector<Range> in = {};  ///< copies of a fill
     std::vector<Range> out = {};  ///< copies of a write-back
     std::unique_ptr<Slot<D>> resident = {};
     typename HbmArena<D>::Buffer memory = {};  ///< of a resident page where there is no paging
@@ -349,7 +354,7 @@ class PrefetchScheduler {
   struct Plan {
     std::vector<PlanStep> steps;
     std::vector<std::uint32_t> next_use;  ///< position of the same page's next access
-    std::vector<bool> keep;               ///< whether it keeps its slot until then
+    std::vector<bool> keep;  ///< whether it keeps its slot until then
   };
 
   // One thread at a time, and not from inside itself: found without a lock, so a misuse is an error and not a hang.
@@ -459,8 +464,8 @@ class PrefetchScheduler {
       if (other.slot == nullptr || other.slot->permanent) continue;
       holders += (holders.empty() ? "" : ", ") + other.label + (other.slot->leased ? "" : " (unsettled)");
     }
-    throw SlotsExhausted{"no slot for page " + page.label + ": all " + std::to_string(client_.held) +
-                         " that " + options_.name + " may hold are leased, by " + (holders.empty() ? "others" : holders)};
+    throw SlotsExhausted{"no slot for page " + page.label + ": all " + std::to_string(client_.held) + " that " +
+                         options_.name + " may hold are leased, by " + (holders.empty() ? "others" : holders)};
   }
 
   // Gives up the kept page whose next use is farthest away.
@@ -612,7 +617,8 @@ class PrefetchScheduler {
   }
 
   void record_releases(Slot<D>& slot, std::source_location at) {
-    for (std::uint32_t i = 0; i < slot.release_count; ++i) device().record(slot.releases[i].event, *slot.releases[i].stream, at);
+    for (std::uint32_t i = 0; i < slot.release_count; ++i)
+      device().record(slot.releases[i].event, *slot.releases[i].stream, at);
     slot.unrecorded = false;
   }
 
@@ -632,7 +638,8 @@ class PrefetchScheduler {
     slot.order_before(device(), stream, at);
   }
 
-  void release(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool written, std::source_location at) {
+  void release(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool written,
+               std::source_location at) {
     const Guard guard{*this};
     unsettled_ = true;  // until the end of this function is reached
     note_streams(slot, streams);
@@ -664,7 +671,8 @@ class PrefetchScheduler {
     try {
       make_up(std::source_location::current());
     } catch (const Error&) {
-      // A destructor cannot throw. The slot stays assigned and is not used again; the next call makes up for it, or reports.
+      // A destructor cannot throw. The slot stays assigned and is not used again; the next call makes up for it, or
+      // reports.
     }
   }
 

@@ -41,7 +41,8 @@ struct Slot {
   bool dirty = false;       ///< newer than the home
   bool leased = false;
   bool launched = false;    ///< a kernel that writes it was launched: the slot is the truth until written back
-  bool unrecorded = false;  ///< its lease ended but a release could not be recorded: never reused before that is made up for
+  bool unrecorded =
+      false;  ///< its lease ended but a release could not be recorded: never reused before that is made up for
   bool permanent = false;   ///< a resident page's memory: never written back, never given to another page
   std::uint64_t generation = 0;  ///< of the homes when it was filled or leased for writing
   std::uint32_t next_use = 0;    ///< position in the plan, for eviction
@@ -170,8 +171,8 @@ class SlotPool {
     }
   }
 
-  /// A slot outside any pool, with its release events made and the first one recorded on `stream`: the point behind which its
-  /// memory may be touched.
+  /// A slot outside any pool, with its release events made and the first one recorded on `stream`: the point behind
+  /// which its memory may be touched.
   static Slot<D> make_slot(HbmArena<D>& arena, Bytes bytes, Role role, typename D::StreamRef stream,
                            std::string_view name) {
     D& device = arena.device();

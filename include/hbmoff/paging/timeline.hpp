@@ -22,8 +22,7 @@ class Timeline {
  public:
   using StreamRef = typename D::StreamRef;
 
-  Timeline(D& device, std::string_view name)
-      : device_{&device}, stream_{device.create_stream(name)} {
+  Timeline(D& device, std::string_view name) : device_{&device}, stream_{device.create_stream(name)} {
     points_.reserve(ring_size);
     for (std::uint32_t i = 0; i < ring_size; ++i) points_.push_back({device.create_event(EventTiming::none)});
   }

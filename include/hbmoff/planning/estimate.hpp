@@ -77,7 +77,8 @@ template <OffloadPolicy Policy>
   MemoryEstimate estimate;
   Bytes slot;
   for (std::size_t l = 0; l < layouts.size(); ++l) {
-    const BundlePlacement placement{layouts[l], policy, static_cast<std::int32_t>(l), static_cast<std::int32_t>(layouts.size())};
+    const BundlePlacement placement{layouts[l], policy, static_cast<std::int32_t>(l),
+                                    static_cast<std::int32_t>(layouts.size())};
     const std::uint64_t rows = placement.rows();
     estimate.add(Tier::hbm, Role::activation, placement.kept(rows));
     estimate.add(Tier::pinned_host, Role::activation, placement.offloaded(rows));
@@ -91,8 +92,8 @@ template <OffloadPolicy Policy>
 
 /// The same for `layers` layers that all save `layout`.
 template <OffloadPolicy Policy>
-[[nodiscard]] MemoryEstimate estimate_activations(const Policy& policy, std::uint32_t layers, const BundleLayout& layout,
-                                                  const ActivationStoreOptions& options) {
+[[nodiscard]] MemoryEstimate estimate_activations(const Policy& policy, std::uint32_t layers,
+                                                  const BundleLayout& layout, const ActivationStoreOptions& options) {
   return estimate_activations(policy, std::vector<BundleLayout>(layers, layout), options);
 }
 

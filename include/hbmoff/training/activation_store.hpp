@@ -28,20 +28,21 @@ struct ActivationStoreOptions {
 
 /// Holds what the layers of a model save in the forward until the backward wants it.
 ///
-/// In the forward `save(layer, stream)` gives HBM that the layer writes its activations into; `commit()` sends it on its way behind
-/// the work on the stream. In the backward, in reverse order, `restore(layer, stream)` gives it back, on its way since the layer
-/// before. The last `Depth` paged layers of a forward stay in their slots: they are the first that the backward asks for.
-/// Both calls are asynchronous: they order streams and never wait on the calling thread.
+/// In the forward `save(layer, stream)` gives HBM that the layer writes its activations into; `commit()` sends it on
+/// its way behind the work on the stream. In the backward, in reverse order, `restore(layer, stream)` gives it back, on
+/// its way since the layer before. The last `Depth` paged layers of a forward stay in their slots: they are the first
+/// that the backward asks for. Both calls are asynchronous: they order streams and never wait on the calling thread.
 ///
-/// - HBM: Depth slots of the largest bundle plus kept tensors. Host: the offloaded part of each layer. `planning/estimate.hpp` predicts
-///   both to the byte. All memory is taken by the constructor.
-/// - Layers are saved in ascending order, from the first on, and restored in descending order; a forward without a backward
-///   is followed by the next forward at once. One thread at a time.
+/// - HBM: Depth slots of the largest bundle plus kept tensors. Host: the offloaded part of each layer.
+///   `planning/estimate.hpp` predicts both to the byte. All memory is taken by the constructor.
+/// - Layers are saved in ascending order, from the first on, and restored in descending order; a forward without a
+///   backward is followed by the next forward at once. One thread at a time.
 /// - A save that is not committed is discarded and makes no traffic: so evaluate with the same code.
 /// - A call that throws can be made again.
 template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
 class ActivationStore {
-  using PagingPolicy = std::conditional_t<OffloadPolicyTraits<Policy>::activations_always_kept, KeepResident, OffloadAll>;
+  using PagingPolicy =
+      std::conditional_t<OffloadPolicyTraits<Policy>::activations_always_kept, KeepResident, OffloadAll>;
   using Scheduler = PrefetchScheduler<D, PagingPolicy, Depth, Observer>;
 
  public:
@@ -54,14 +55,15 @@ class ActivationStore {
     template <class T>
     [[nodiscard]] device_span<T> tensor(std::uint32_t i) const {
       if (dtype_of<std::remove_const_t<T>> != placement_->dtype(i)) {
-        throw InvalidArgument{"tensor " + std::to_string(i) + " of the bundle is " + std::string{to_string(placement_->dtype(i))}};
+        throw InvalidArgument{"tensor " + std::to_string(i) + " of the bundle is " +
+                              std::string{to_string(placement_->dtype(i))}};
       }
       const Lease<Scheduler>& lease = placement_->mode(i) == SaveMode::keep ? kept_ : paged_;
       const std::uint64_t count = placement_->count(i, rows_);
       return count == 0 ? device_span<T>{} : lease.template as<T>(placement_->offset(i, rows_), count);
     }
-    /// After `restore`: the tensor's memory is there but its content is not; run the layer's forward again into it. A layer that is still in its slot from
-    /// the forward misses nothing.
+    /// After `restore`: the tensor's memory is there but its content is not; run the layer's forward again into it. A
+    /// layer that is still in its slot from the forward misses nothing.
     [[nodiscard]] bool missing(std::uint32_t i) const {
       return !saving_ && placement_->mode(i) == SaveMode::recompute && !paged_.hit();
     }
@@ -73,8 +75,8 @@ class ActivationStore {
       if (!kept_.empty()) kept_.used_on(stream, at);
     }
 
-    /// After `save`: what was written is good; it leaves for its home behind the work on the stream. After `restore`: done with it (as
-    /// the destructor says as well). Does not block.
+    /// After `save`: what was written is good; it leaves for its home behind the work on the stream. After `restore`:
+    /// done with it (as the destructor says as well). Does not block.
     void commit(std::source_location at = std::source_location::current()) {
       if (saving_) *saved_rows_ = rows_;
       if (!kept_.empty()) kept_.commit(at);
@@ -91,9 +93,10 @@ class ActivationStore {
     Lease<Scheduler> paged_;
   };
 
-  /// `layers` layers that all save `layout`. Takes all memory; blocks until it is usable. Throws OutOfMemory and InvalidArgument.
-  ActivationStore(HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy, std::uint32_t layers, const BundleLayout& layout,
-                  ActivationStoreOptions options = {}, Observer observer = {})
+  /// `layers` layers that all save `layout`. Takes all memory; blocks until it is usable. Throws OutOfMemory and
+  /// InvalidArgument.
+  ActivationStore(HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy, std::uint32_t layers,
+                  const BundleLayout& layout, ActivationStoreOptions options = {}, Observer observer = {})
       : ActivationStore{hbm, host, policy, std::vector<BundleLayout>(layers, layout), options, observer} {}
 
   /// One layout for each layer.
@@ -103,11 +106,14 @@ class ActivationStore {
     Bytes slot;
     layers_.reserve(layouts.size());
     for (std::size_t l = 0; l < layouts.size(); ++l) {
-      layers_.push_back({BundlePlacement{layouts[l], policy, static_cast<std::int32_t>(l), static_cast<std::int32_t>(layouts.size())}});
+      layers_.push_back({BundlePlacement{layouts[l], policy, static_cast<std::int32_t>(l),
+                                         static_cast<std::int32_t>(layouts.size())}});
       slot = std::max(slot, layers_.back().placement.slot(layouts[l].rows));
     }
-    scheduler_.emplace(hbm, slot, Role::activation,
-                       SchedulerOptions{.depth = options.depth, .fill_evicted = options.fill_evicted, .name = "activations"}, observer);
+    scheduler_.emplace(
+        hbm, slot, Role::activation,
+        SchedulerOptions{.depth = options.depth, .fill_evicted = options.fill_evicted, .name = "activations"},
+        observer);
     std::vector<PlanStep> plan;
     for (std::size_t l = 0; l < layers_.size(); ++l) {
       Layer& layer = layers_[l];
@@ -121,7 +127,8 @@ class ActivationStore {
         if (placement.slot(rows) == Bytes{}) continue;
         PageSpec<D> spec{.label = label, .slot_bytes = placement.slot(rows), .transient = true};
         if (placement.offloaded(rows) != Bytes{}) {
-          homes_.push_back(std::make_unique<Home<D>>(host, placement.offloaded(rows), label, Role::activation, control_));
+          homes_.push_back(
+              std::make_unique<Home<D>>(host, placement.offloaded(rows), label, Role::activation, control_));
           spec.parts.push_back({homes_.back().get(), 0, 0, placement.offloaded(rows), Access::read_write});
         }
         layer.paged = scheduler_->add_page(std::move(spec));
@@ -147,22 +154,23 @@ class ActivationStore {
         device_->record(done, *last_stream_);
         device_->wait(control_, done);
       } catch (const Error&) {
-        // Nothing better is left to do than to give the memory back unordered; the streams were to be synchronized by now.
+        // Nothing better is left to do than to give the memory back unordered; the streams were to be synchronized by
+        // now.
       }
     }
   }
 
   [[nodiscard]] std::uint32_t layers() const { return static_cast<std::uint32_t>(layers_.size()); }
 
-  /// HBM for layer `layer`'s activations of `rows` rows (all of the layout's by default), to be written by work on `stream`. Throws
-  /// InvalidArgument for a layer out of order and for more rows than the layout has.
+  /// HBM for layer `layer`'s activations of `rows` rows (all of the layout's by default), to be written by work on
+  /// `stream`. Throws InvalidArgument for a layer out of order and for more rows than the layout has.
   [[nodiscard]] SavedBundle save(std::uint32_t layer, StreamRef stream, std::uint64_t rows = all_rows,
                                  std::source_location at = std::source_location::current()) {
     Layer& l = layer_at(layer);
     if (rows == all_rows) rows = l.placement.rows();
     if (rows > l.placement.rows()) {
-      throw InvalidArgument{"layer " + std::to_string(layer) + ": " + std::to_string(rows) + " rows do not fit a layout of " +
-                            std::to_string(l.placement.rows())};
+      throw InvalidArgument{"layer " + std::to_string(layer) + ": " + std::to_string(rows) +
+                            " rows do not fit a layout of " + std::to_string(l.placement.rows())};
     }
     l.saved_rows = 0;
     SavedBundle bundle = open(l, rows, true);
@@ -178,11 +186,13 @@ class ActivationStore {
     return bundle;
   }
 
-  /// What layer `layer` saved, for work on `stream`. It can be restored once. Throws InvalidArgument when nothing was saved and committed, and for
-  /// a layer out of order.
-  [[nodiscard]] SavedBundle restore(std::uint32_t layer, StreamRef stream, std::source_location at = std::source_location::current()) {
+  /// What layer `layer` saved, for work on `stream`. It can be restored once. Throws InvalidArgument when nothing was
+  /// saved and committed, and for a layer out of order.
+  [[nodiscard]] SavedBundle restore(std::uint32_t layer, StreamRef stream,
+                                    std::source_location at = std::source_location::current()) {
     Layer& l = layer_at(layer);
-    if (l.saved_rows == 0) throw InvalidArgument{"layer " + std::to_string(layer) + " has no saved activations to restore"};
+    if (l.saved_rows == 0)
+      throw InvalidArgument{"layer " + std::to_string(layer) + " has no saved activations to restore"};
     SavedBundle bundle = open(l, l.saved_rows, false);
     if constexpr (Scheduler::pages) {
       if (l.paged) bundle.paged_ = lease_next(layer, *l.paged, Access::read, stream, at);
@@ -219,7 +229,8 @@ class ActivationStore {
     return bundle;
   }
 
-  Lease<Scheduler> lease_next(std::uint32_t layer, PageId page, Access access, StreamRef stream, std::source_location at) {
+  Lease<Scheduler> lease_next(std::uint32_t layer, PageId page, Access access, StreamRef stream,
+                              std::source_location at) {
     if (!scheduler_->expects(page, access)) {
       throw InvalidArgument{"layer " + std::to_string(layer) + (access == Access::write ? " saved" : " restored") +
                             " out of order: save all layers upwards, then restore them downwards"};

@@ -23,8 +23,8 @@ struct GradientNorm {
   std::uint32_t reserved;
 };
 
-/// Kernels take everything by value but what lies on the device; each fits a launch's argument block (and the place that a
-/// HostDevice keeps for a callable), so that no launch needs memory of its own that would have to outlive it.
+/// Kernels take everything by value but what lies on the device; each fits a launch's argument block (and the place
+/// that a HostDevice keeps for a callable), so that no launch needs memory of its own that would have to outlive it.
 namespace adamw_kernels {
 
 /// A tensor as the device sees it. Gradient null: absent.
@@ -89,17 +89,23 @@ using SetSlices = SetEntries<AdamWSlice, 5>;
 template <class F>
 void with_weight(const Tensor& tensor, F&& f) {
   switch (tensor.weight_dtype) {
-    case DType::fp32: return f(static_cast<float*>(tensor.weight));
-    case DType::bf16: return f(static_cast<bf16*>(tensor.weight));
-    case DType::fp16: return f(static_cast<fp16*>(tensor.weight));
+    case DType::fp32:
+      return f(static_cast<float*>(tensor.weight));
+    case DType::bf16:
+      return f(static_cast<bf16*>(tensor.weight));
+    case DType::fp16:
+      return f(static_cast<fp16*>(tensor.weight));
   }
 }
 template <class F>
 void with_gradient(const Tensor& tensor, F&& f) {
   switch (tensor.gradient_dtype) {
-    case DType::fp32: return f(static_cast<const float*>(tensor.gradient));
-    case DType::bf16: return f(static_cast<const bf16*>(tensor.gradient));
-    case DType::fp16: return f(static_cast<const fp16*>(tensor.gradient));
+    case DType::fp32:
+      return f(static_cast<const float*>(tensor.gradient));
+    case DType::bf16:
+      return f(static_cast<const bf16*>(tensor.gradient));
+    case DType::fp16:
+      return f(static_cast<const fp16*>(tensor.gradient));
   }
 }
 
@@ -164,7 +170,8 @@ struct JoinLeaves {
   void operator()() const {
     for (std::uint32_t t = 0; t < tables.tensor_count; ++t) {
       const Tensor& tensor = tables.tensors[t];
-      tables.tensor_sums[t] = tensor.active() ? tree_sum(tables.leaves + tensor.first_leaf, leaf_count(tensor.count)) : 0.0;
+      tables.tensor_sums[t] =
+          tensor.active() ? tree_sum(tables.leaves + tensor.first_leaf, leaf_count(tensor.count)) : 0.0;
     }
     const double sum = tree_sum(tables.tensor_sums, tables.tensor_count);
     // The sum is finite exactly when every element is: squares of fp32 cannot overflow a double.

@@ -15,8 +15,8 @@
 
 namespace hbmoff {
 
-/// `count` elements of a tensor, from element `tensor_first` on, which lie in a page from element `page_first` of each of
-/// its arrays on.
+/// `count` elements of a tensor, from element `tensor_first` on, which lie in a page from element `page_first` of each
+/// of its arrays on.
 struct AdamWSlice {
   std::uint32_t tensor = 0;
   std::uint64_t tensor_first = 0;
@@ -50,13 +50,17 @@ struct AdamWLayout {
 
 /// What the policy is asked about a weight's AdamW state.
 [[nodiscard]] inline TensorInfo adamw_state_info(const TensorInfo& weight) {
-  return {.name = weight.name, .role = Role::optimizer_state, .layer = weight.layer, .layers = weight.layers, .count = weight.count};
+  return {.name = weight.name,
+          .role = Role::optimizer_state,
+          .layer = weight.layer,
+          .layers = weight.layers,
+          .count = weight.count};
 }
 
 /// Lays out the states of `weights` in pages of at most `page` bytes. A tensor's slice starts at a multiple of 16
-/// elements in its page; small tensors share pages, large ones are cut. Where a tensor lies depends on the tensors before
-/// it in the same family (with or without master weights, same home) and on nothing that changes in training. Throws
-/// InvalidArgument when `page` holds fewer than 64 elements.
+/// elements in its page; small tensors share pages, large ones are cut. Where a tensor lies depends on the tensors
+/// before it in the same family (with or without master weights, same home) and on nothing that changes in training.
+/// Throws InvalidArgument when `page` holds fewer than 64 elements.
 template <OffloadPolicy Policy>
 [[nodiscard]] AdamWLayout adamw_layout(std::span<const TensorInfo> weights, const Policy& policy, Bytes page) {
   struct Family {

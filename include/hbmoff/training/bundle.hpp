@@ -28,8 +28,8 @@ struct BundleLayout {
 };
 
 /// Where the tensors of one layer's bundle lie. Offloaded tensors come first in the slot, side by side, so that they
-/// travel as one copy; recomputed ones follow, as scratch; kept ones lie in memory of the layer's own. Every tensor starts at a multiple of
-/// 256 bytes.
+/// travel as one copy; recomputed ones follow, as scratch; kept ones lie in memory of the layer's own. Every tensor
+/// starts at a multiple of 256 bytes.
 class BundlePlacement {
  public:
   /// Asks `policy` about each tensor of layer `layer` of `layers`. A checkpoint for which it says recompute goes
@@ -72,7 +72,9 @@ class BundlePlacement {
   [[nodiscard]] std::uint64_t rows() const { return rows_; }
   [[nodiscard]] SaveMode mode(std::uint32_t tensor) const { return places_[place_of_.at(tensor)].mode; }
   [[nodiscard]] DType dtype(std::uint32_t tensor) const { return dtypes_.at(tensor); }
-  [[nodiscard]] std::uint64_t count(std::uint32_t tensor, std::uint64_t rows) const { return row_counts_.at(tensor) * rows; }
+  [[nodiscard]] std::uint64_t count(std::uint32_t tensor, std::uint64_t rows) const {
+    return row_counts_.at(tensor) * rows;
+  }
 
   /// Where the tensor starts: in the layer's own memory for a kept one, in the slot otherwise.
   [[nodiscard]] std::uint64_t offset(std::uint32_t tensor, std::uint64_t rows) const {
@@ -105,9 +107,8 @@ class BundlePlacement {
   static bool is_checkpoint(const BundleLayout& layout, std::size_t i) {
     const BundleTensor& tensor = layout.tensors[i];
     if (tensor.buffer == 0) return tensor.checkpoint;
-    return std::any_of(layout.tensors.begin(), layout.tensors.end(), [&](const BundleTensor& other) {
-      return other.buffer == tensor.buffer && other.checkpoint;
-    });
+    return std::any_of(layout.tensors.begin(), layout.tensors.end(),
+                       [&](const BundleTensor& other) { return other.buffer == tensor.buffer && other.checkpoint; });
   }
 
   // End of the last tensor of a mode, counted from the first one's start.

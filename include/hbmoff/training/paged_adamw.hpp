@@ -57,9 +57,9 @@ struct AdamWStep {
 
 /// What a step did, as the host learns it later.
 struct StepReport {
-  std::uint64_t step = 0;           ///< counts calls of `step`, skipped ones included
-  double norm = 0;                  ///< of the scaled gradients, before clipping
-  bool applied = false;             ///< false: skipped
+  std::uint64_t step = 0;  ///< counts calls of `step`, skipped ones included
+  double norm = 0;  ///< of the scaled gradients, before clipping
+  bool applied = false;  ///< false: skipped
   std::uint64_t skipped_total = 0;  ///< steps skipped so far
 };
 
@@ -71,17 +71,20 @@ enum class Moments : std::uint8_t { reset, keep };
 
 /// AdamW with paged state.
 ///
-/// Tensors are added by name, then `step(stream)` updates them all, in order behind the work on `stream`: it sweeps the pages
-/// of m, v and masters through `Depth` slots of HBM, copying in and out on two streams of its own while `stream` updates.
-/// Weights and gradients stay where they are, in device memory. Where the state lives changes no bit of the result.
+/// Tensors are added by name, then `step(stream)` updates them all, in order behind the work on `stream`: it sweeps the
+/// pages of m, v and masters through `Depth` slots of HBM, copying in and out on two streams of its own while `stream`
+/// updates. Weights and gradients stay where they are, in device memory. Where the state lives changes no bit of the
+/// result.
 ///
-/// - HBM: Depth slots of at most `page` bytes, the resident part of the state, and tables (80 bytes per tensor, 32 per slice, 8 per
-///   4096 gradient elements). Host: the paged state and 1 KiB. `planning/estimate.hpp` predicts both to the byte.
-/// - `step` allocates nothing, creates nothing and waits for nothing on the calling thread. The norm, clipping and the decision to skip are made on the
-///   device; `report` tells the host. Up to 8 steps' reports are kept.
+/// - HBM: Depth slots of at most `page` bytes, the resident part of the state, and tables (80 bytes per tensor, 32 per
+///   slice, 8 per 4096 gradient elements). Host: the paged state and 1 KiB. `planning/estimate.hpp` predicts both to
+///   the byte.
+/// - `step` allocates nothing, creates nothing and waits for nothing on the calling thread. The norm, clipping and the
+///   decision to skip are made on the device; `report` tells the host. Up to 8 steps' reports are kept.
 /// - The bias correction counts the steps applied to each tensor: one unfrozen late starts at 1.
-/// - A call that throws leaves the optimizer unfinished but whole: `resume` ends the operation with the bits of an undisturbed
-///   one; until then every other call but `group` throws InvalidArgument. After the loss of the context (`failed()`) nothing goes on: HBM is gone.
+/// - A call that throws leaves the optimizer unfinished but whole: `resume` ends the operation with the bits of an
+///   undisturbed one; until then every other call but `group` throws InvalidArgument. After the loss of the context
+///   (`failed()`) nothing goes on: HBM is gone.
 ///
 /// One thread at a time. Streams passed in must be alive when the optimizer is destroyed or have been synchronized.
 template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
@@ -91,14 +94,8 @@ class PagedAdamW {
 
   PagedAdamW(HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy, PagedAdamWOptions options = {},
              Observer observer = {})
-      : hbm_{&hbm},
-        host_{&host},
-        policy_{std::move(policy)},
-        options_{options},
-        observer_{observer},
-        groups_(1),
-        control_{hbm.device().create_stream("adamw control")},
-        settled_{hbm.device().create_event(EventTiming::none)} {}
+      : hbm_{&hbm}, host_{&host}, policy_{std::move(policy)}, options_{options}, observer_{observer}, groups_(1),
+        control_{hbm.device().create_stream("adamw control")}, settled_{hbm.device().create_event(EventTiming::none)} {}
   PagedAdamW(const PagedAdamW&) = delete;
   PagedAdamW& operator=(const PagedAdamW&) = delete;
   ~PagedAdamW() {
@@ -110,7 +107,8 @@ class PagedAdamW {
       } catch (const Error&) {
       }
     }
-    for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost(); ++attempt) {  // a call may fail once without effect
+    for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost();
+         ++attempt) {  // a call may fail once without effect
       try {
         device().wait(control_, settled_);
         break;
@@ -129,19 +127,20 @@ class PagedAdamW {
   /// A group's values; what they are when `step` is called counts for that step.
   [[nodiscard]] AdamWGroup& group(GroupId id) { return groups_.at(static_cast<std::uint32_t>(id)); }
 
-  /// Adds a tensor: `info.name` is its name in `read`, `write` and errors; `info.count` elements of W at `weight` and of
-  /// G at `gradient` (an empty span: no gradient for now), both float, bf16 or fp16, both in device memory for as long as the optimizer is used.
-  /// For 16-bit W an fp32 master is kept. A tensor whose weight was added already is tied to it: the new name is an alias,
-  /// the weight is updated once; its gradient must then be the same or empty.
-  /// Throws InvalidArgument for a name used twice, counts or types that do not match, weights that overlap, or once `prepare` or
-  /// `step` was called.
+  /// Adds a tensor: `info.name` is its name in `read`, `write` and errors; `info.count` elements of W at `weight` and
+  /// of G at `gradient` (an empty span: no gradient for now), both float, bf16 or fp16, both in device memory for as
+  /// long as the optimizer is used. For 16-bit W an fp32 master is kept. A tensor whose weight was added already is
+  /// tied to it: the new name is an alias, the weight is updated once; its gradient must then be the same or empty.
+  /// Throws InvalidArgument for a name used twice, counts or types that do not match, weights that overlap, or once
+  /// `prepare` or `step` was called.
   template <class W, class G>
   TensorId add(TensorInfo info, device_span<W> weight, device_span<G> gradient, GroupId group = {}) {
     using Gradient = std::remove_const_t<G>;
     static_assert(!std::is_const_v<W>, "the weight is written");
     require_idle();
     if (prepared_) throw InvalidArgument{"tensor " + info.name + " is added after the first step"};
-    if (static_cast<std::uint32_t>(group) >= groups_.size()) throw InvalidArgument{"tensor " + info.name + ": no such group"};
+    if (static_cast<std::uint32_t>(group) >= groups_.size())
+      throw InvalidArgument{"tensor " + info.name + ": no such group"};
     if (info.dtype != dtype_of<W> || info.count != weight.count()) {
       throw InvalidArgument{"tensor " + info.name + ": its description and its weight differ in type or count"};
     }
@@ -157,14 +156,15 @@ class PagedAdamW {
       const bool same = ours == theirs && infos_[t].count == info.count && infos_[t].dtype == info.dtype;
       const bool same_gradient = gradient.empty() || gradient.data() == tensors_[t].gradient;
       if (!same) throw InvalidArgument{"tensor " + info.name + " overlaps " + infos_[t].name};
-      if (!same_gradient) throw InvalidArgument{"tensor " + info.name + " is tied to " + infos_[t].name + " but has another gradient"};
+      if (!same_gradient)
+        throw InvalidArgument{"tensor " + info.name + " is tied to " + infos_[t].name + " but has another gradient"};
       by_name_.emplace(std::move(info.name), t);
       return static_cast<TensorId>(t);
     }
 
     const auto t = static_cast<std::uint32_t>(tensors_.size());
-    tensors_.push_back({weight.data(), gradient.data(), info.count, leaves_, static_cast<std::uint32_t>(group), dtype_of<W>,
-                        dtype_of<Gradient>, false});
+    tensors_.push_back({weight.data(), gradient.data(), info.count, leaves_, static_cast<std::uint32_t>(group),
+                        dtype_of<W>, dtype_of<Gradient>, false});
     leaves_ += leaf_count(info.count);
     by_name_.emplace(info.name, t);
     info.role = Role::weight;
@@ -178,7 +178,8 @@ class PagedAdamW {
     return static_cast<TensorId>(found->second);
   }
 
-  /// A frozen tensor is not updated, does not count in the norm, and its bias correction stands still. From the next step on.
+  /// A frozen tensor is not updated, does not count in the norm, and its bias correction stands still. From the next
+  /// step on.
   void set_frozen(TensorId tensor, bool frozen) {
     change(tensor, [&](adamw_kernels::Tensor& t) { t.frozen = frozen; });
   }
@@ -196,9 +197,9 @@ class PagedAdamW {
 
   // -------------------------------------------------------------------------------------------- the step
 
-  /// Takes all memory and writes the first states: zero moments, masters from the weights, in order behind the work on `stream`
-  /// (which must have written the weights). The first `step` does it where the caller did not. Throws OutOfMemory, and
-  /// nothing was changed then.
+  /// Takes all memory and writes the first states: zero moments, masters from the weights, in order behind the work on
+  /// `stream` (which must have written the weights). The first `step` does it where the caller did not. Throws
+  /// OutOfMemory, and nothing was changed then.
   void prepare(StreamRef stream, std::source_location at = std::source_location::current()) {
     require_idle();
     if (prepared_) return;
@@ -208,9 +209,10 @@ class PagedAdamW {
     run(stream, at);
   }
 
-  /// One step for all tensors that are neither frozen nor without gradient. Asynchronous: `stream` is behind all of it afterwards, write-backs
-  /// included. Returns the step's number: 1, 2, ...
-  std::uint64_t step(StreamRef stream, AdamWStep options = {}, std::source_location at = std::source_location::current()) {
+  /// One step for all tensors that are neither frozen nor without gradient. Asynchronous: `stream` is behind all of it
+  /// afterwards, write-backs included. Returns the step's number: 1, 2, ...
+  std::uint64_t step(StreamRef stream, AdamWStep options = {},
+                     std::source_location at = std::source_location::current()) {
     require_idle();
     prepare(stream, at);
     ++steps_;
@@ -219,9 +221,11 @@ class PagedAdamW {
     return steps_;
   }
 
-  /// Call it after the weights in device memory were written from outside (a checkpoint was loaded): masters are taken from them anew, moments and applied
-  /// steps are zeroed or kept. Every copy of the old state is invalid from here on. In order behind the work on `stream`.
-  void refresh(StreamRef stream, Moments moments = Moments::reset, std::source_location at = std::source_location::current()) {
+  /// Call it after the weights in device memory were written from outside (a checkpoint was loaded): masters are taken
+  /// from them anew, moments and applied steps are zeroed or kept. Every copy of the old state is invalid from here on.
+  /// In order behind the work on `stream`.
+  void refresh(StreamRef stream, Moments moments = Moments::reset,
+               std::source_location at = std::source_location::current()) {
     require_idle();
     if (!prepared_) return prepare(stream, at);
     for (auto& home : homes_) home->invalidate();
@@ -229,8 +233,8 @@ class PagedAdamW {
     run(stream, at);
   }
 
-  /// After a call threw: ends the operation that it began. Does nothing when none is unfinished. `stream` must be the stream of the failed call or
-  /// be ordered behind it.
+  /// After a call threw: ends the operation that it began. Does nothing when none is unfinished. `stream` must be the
+  /// stream of the failed call or be ordered behind it.
   void resume(StreamRef stream, std::source_location at = std::source_location::current()) {
     if (pending_.operation != Operation::none) run(stream, at);
   }
@@ -256,36 +260,43 @@ class PagedAdamW {
 
   // -------------------------------------------------------------------------------------------- state by name
 
-  /// Copies a tensor's state into `out` (as many elements as the tensor has). Blocks the calling thread until the steps before
-  /// are done. `master_weight` exists for 16-bit weights only.
+  /// Copies a tensor's state into `out` (as many elements as the tensor has). Blocks the calling thread until the steps
+  /// before are done. `master_weight` exists for 16-bit weights only.
   void read(std::string_view name, OptimizerState state, std::span<float> out) {
-    for_each_slice(name, state, out.size(), [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
-      std::span<float> part = out.subspan(slice.tensor_first, slice.count);
-      if (page.home != Tier::hbm) {
-        std::memcpy(part.data(), homes_[p]->memory().data() + offset, part.size_bytes());
-      } else {
-        through_staging(offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
-          device().copy_async(staging, device_span<const std::byte>{resident_[p].subspan(at, bytes)}, control_);
-          device().synchronize(StreamRef{control_});
-          std::memcpy(reinterpret_cast<std::byte*>(part.data()) + (at - offset), staging.data(), bytes);
+    for_each_slice(
+        name, state, out.size(),
+        [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
+          std::span<float> part = out.subspan(slice.tensor_first, slice.count);
+          if (page.home != Tier::hbm) {
+            std::memcpy(part.data(), homes_[p]->memory().data() + offset, part.size_bytes());
+          } else {
+            through_staging(
+                offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
+                  device().copy_async(staging, device_span<const std::byte>{resident_[p].subspan(at, bytes)}, control_);
+                  device().synchronize(StreamRef{control_});
+                  std::memcpy(reinterpret_cast<std::byte*>(part.data()) + (at - offset), staging.data(), bytes);
+                });
+          }
         });
-      }
-    });
   }
-  /// The reverse of `read`; counts for the next step. After weights were loaded call `refresh` first, then write the states.
+  /// The reverse of `read`; counts for the next step. After weights were loaded call `refresh` first, then write the
+  /// states.
   void write(std::string_view name, OptimizerState state, std::span<const float> in) {
-    for_each_slice(name, state, in.size(), [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
-      std::span<const float> part = in.subspan(slice.tensor_first, slice.count);
-      if (page.home != Tier::hbm) {
-        std::memcpy(homes_[p]->memory().data() + offset, part.data(), part.size_bytes());
-      } else {
-        through_staging(offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
-          std::memcpy(staging.data(), reinterpret_cast<const std::byte*>(part.data()) + (at - offset), bytes);
-          device().copy_async(resident_[p].subspan(at, bytes), pinned_span<const std::byte>{staging}, control_);
-          device().synchronize(StreamRef{control_});
+    for_each_slice(
+        name, state, in.size(),
+        [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
+          std::span<const float> part = in.subspan(slice.tensor_first, slice.count);
+          if (page.home != Tier::hbm) {
+            std::memcpy(homes_[p]->memory().data() + offset, part.data(), part.size_bytes());
+          } else {
+            through_staging(
+                offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
+                  std::memcpy(staging.data(), reinterpret_cast<const std::byte*>(part.data()) + (at - offset), bytes);
+                  device().copy_async(resident_[p].subspan(at, bytes), pinned_span<const std::byte>{staging}, control_);
+                  device().synchronize(StreamRef{control_});
+                });
+          }
         });
-      }
-    });
   }
 
   /// Steps applied to a tensor so far. Blocks.
@@ -301,7 +312,8 @@ class PagedAdamW {
     const std::uint32_t t = static_cast<std::uint32_t>(id(name));
     settle_for_host();
     scratch().template as<std::uint64_t>()[0] = steps;
-    device().copy_async(device_span<std::uint64_t>{tables_.applied + t, 1}.bytes(), pinned_span<const std::byte>{scratch()}, control_);
+    device().copy_async(device_span<std::uint64_t>{tables_.applied + t, 1}.bytes(),
+                        pinned_span<const std::byte>{scratch()}, control_);
     device().synchronize(StreamRef{control_});
   }
 
@@ -318,9 +330,23 @@ class PagedAdamW {
 
   enum class Operation : std::uint8_t { none, initialise, step };
   enum class Phase : std::uint8_t {
-    start, zero_tables, tensors, slices, leaf_sums, join_leaves, decide, coefficients, send_report, note_report, begin, pages, finish, note_end
+    start,
+    zero_tables,
+    tensors,
+    slices,
+    leaf_sums,
+    join_leaves,
+    decide,
+    coefficients,
+    send_report,
+    note_report,
+    begin,
+    pages,
+    finish,
+    note_end
   };
-  // Where an operation stands. Every device call is one item: it is counted once it was made, so that `resume` goes on behind it.
+  // Where an operation stands. Every device call is one item: it is counted once it was made, so that `resume` goes on
+  // behind it.
   struct Pending {
     Operation operation = Operation::none;
     Phase phase = Phase::start;
@@ -345,7 +371,8 @@ class PagedAdamW {
   void change(TensorId tensor, F&& f) {
     require_idle();
     f(tensors_.at(index(tensor)));
-    if (prepared_ && std::find(changed_.begin(), changed_.end(), index(tensor)) == changed_.end()) changed_.push_back(index(tensor));
+    if (prepared_ && std::find(changed_.begin(), changed_.end(), index(tensor)) == changed_.end())
+      changed_.push_back(index(tensor));
   }
 
   // ------------------------------------------------------------------------------------------ memory
@@ -353,7 +380,8 @@ class PagedAdamW {
   void take_memory() {
     AdamWLayout layout = adamw_layout(std::span<const TensorInfo>{infos_}, policy_, options_.page);
     const StreamRef control = control_;
-    auto tables = hbm_->allocate(adamw_table_bytes(tensors_.size(), layout.slices.size(), leaves_), "adamw tables", Role::bookkeeping, control);
+    auto tables = hbm_->allocate(adamw_table_bytes(tensors_.size(), layout.slices.size(), leaves_), "adamw tables",
+                                 Role::bookkeeping, control);
     auto reports = host_->allocate(adamw_report_bytes, "adamw reports", Role::bookkeeping, control);
     std::vector<std::unique_ptr<Home<D>>> homes;  // before the scheduler, which lets go of them when it ends
     auto scheduler = std::make_unique<Scheduler>(
@@ -364,12 +392,15 @@ class PagedAdamW {
     std::uint32_t offloaded = 0;
     for (std::uint32_t p = 0; p < layout.pages.size(); ++p) {
       const AdamWPage& page = layout.pages[p];
-      const std::string label = "adamw page " + std::to_string(p) + " (" + infos_[layout.slices[page.first_slice].tensor].name + ")";
+      const std::string label =
+          "adamw page " + std::to_string(p) + " (" + infos_[layout.slices[page.first_slice].tensor].name + ")";
       PageId id{};
       if constexpr (Scheduler::pages) {
         if (page.home != Tier::hbm) {
           homes.push_back(std::make_unique<Home<D>>(*host_, page.bytes(), label, Role::optimizer_state, control));
-          id = scheduler->add_page({.label = label, .parts = {{homes.back().get(), 0, 0, page.bytes(), Access::read_write}}, .slot_bytes = page.bytes()});
+          id = scheduler->add_page({.label = label,
+                                    .parts = {{homes.back().get(), 0, 0, page.bytes(), Access::read_write}},
+                                    .slot_bytes = page.bytes()});
           reset.push_back({id, Access::write});
           if (page.master) keep.push_back({id, Access::read_write});
           sweep.push_back({id, Access::read_write});
@@ -382,7 +413,8 @@ class PagedAdamW {
       resident.push_back(scheduler->resident_memory(id));
     }
     std::vector<Outbox> outboxes;
-    for (std::uint64_t i = 0; i < adamw_report_ring; ++i) outboxes.push_back({device().create_event(EventTiming::none)});
+    for (std::uint64_t i = 0; i < adamw_report_ring; ++i)
+      outboxes.push_back({device().create_event(EventTiming::none)});
     if constexpr (Scheduler::pages) {
       if (offloaded != 0) scheduler->reserve();
       plans_ = {scheduler->add_plan(reset), scheduler->add_plan(keep), scheduler->add_plan(sweep)};
@@ -457,17 +489,21 @@ class PagedAdamW {
       case Phase::zero_tables: {
         if (!initialise || item != 0) return false;
         if (pending_.moments == Moments::reset) {
-          device().fill_async(device_span<std::uint64_t>{tables_.applied, tensors_.size()}.bytes(), std::byte{0}, stream, at);
+          device().fill_async(device_span<std::uint64_t>{tables_.applied, tensors_.size()}.bytes(), std::byte{0},
+                              stream, at);
         }
         return true;
       }
-      case Phase::tensors: return set_entries<SetTensors>(tables_.tensors, changed_.size(), [&](std::uint64_t i) { return changed_[i]; },
-                                                         [&](std::uint32_t i) { return tensors_[i]; }, stream, at) ||
-                                  (changed_.clear(), false);
+      case Phase::tensors:
+        return set_entries<SetTensors>(
+                   tables_.tensors, changed_.size(), [&](std::uint64_t i) { return changed_[i]; },
+                   [&](std::uint32_t i) { return tensors_[i]; }, stream, at) ||
+               (changed_.clear(), false);
       case Phase::slices:
         if (!initialise) return false;
-        return set_entries<SetSlices>(tables_.slices, layout_.slices.size(), [](std::uint64_t i) { return static_cast<std::uint32_t>(i); },
-                                      [&](std::uint32_t i) { return layout_.slices[i]; }, stream, at);
+        return set_entries<SetSlices>(
+            tables_.slices, layout_.slices.size(), [](std::uint64_t i) { return static_cast<std::uint32_t>(i); },
+            [&](std::uint32_t i) { return layout_.slices[i]; }, stream, at);
       case Phase::leaf_sums:
         if (initialise || item != 0 || pending_.options.norm != nullptr) return false;
         launch(device(), LeafSums{tables_}, stream, at);
@@ -479,15 +515,20 @@ class PagedAdamW {
       case Phase::decide: {
         if (initialise || item != 0) return false;
         const AdamWStep& o = pending_.options;
-        launch(device(), DecideStep{tables_, o.norm != nullptr ? o.norm : &tables_.shared->norm, steps_, o.gradient_scale, o.max_norm, o.skip_nonfinite},
+        launch(device(),
+               DecideStep{tables_, o.norm != nullptr ? o.norm : &tables_.shared->norm, steps_, o.gradient_scale,
+                          o.max_norm, o.skip_nonfinite},
                stream, at);
         return true;
       }
       case Phase::coefficients: {
         const std::uint64_t first = item * Coefficients::max_groups;
         if (initialise || first >= groups_.size()) return false;
-        Coefficients kernel{tables_, static_cast<std::uint32_t>(first),
-                            static_cast<std::uint32_t>(std::min<std::uint64_t>(Coefficients::max_groups, groups_.size() - first)), {}};
+        Coefficients kernel{
+            tables_,
+            static_cast<std::uint32_t>(first),
+            static_cast<std::uint32_t>(std::min<std::uint64_t>(Coefficients::max_groups, groups_.size() - first)),
+            {}};
         for (std::uint32_t g = 0; g < kernel.group_count; ++g) {
           const AdamWGroup& group = groups_[first + g];
           kernel.groups[g] = {group.learning_rate, group.weight_decay, group.beta1, group.beta2, group.epsilon};
@@ -497,7 +538,8 @@ class PagedAdamW {
       }
       case Phase::send_report:
         if (initialise || item != 0) return false;
-        device().copy_async(report_slot(steps_), device_span<const Report>{&tables_.shared->report, 1}.bytes(), stream, at);
+        device().copy_async(report_slot(steps_), device_span<const Report>{&tables_.shared->report, 1}.bytes(), stream,
+                            at);
         return true;
       case Phase::note_report:
         if (initialise || item != 0) return false;
@@ -510,7 +552,8 @@ class PagedAdamW {
           return true;
         }
         return false;
-      case Phase::pages: return advance_pages(stream, at);
+      case Phase::pages:
+        return advance_pages(stream, at);
       case Phase::finish:
         if constexpr (Scheduler::pages) {
           if (item != 0 || offloaded_ == 0) return false;
@@ -539,7 +582,8 @@ class PagedAdamW {
       if (item < offloaded_) scheduler_->seek(static_cast<std::uint32_t>(keep ? item - first_master_page() : item));
     }
     auto lease = scheduler_->lease(static_cast<PageId>(item), stream, at);
-    const PageMemory memory{lease.bytes().data(), page.stride(), page.bytes().count(), page.first_slice, page.slice_count, page.master};
+    const PageMemory memory{lease.bytes().data(), page.stride(),    page.bytes().count(),
+                            page.first_slice,     page.slice_count, page.master};
     if (initialise) {
       launch(device(), InitialisePage{tables_, memory, keep}, stream, at);
     } else {
@@ -560,7 +604,8 @@ class PagedAdamW {
   }
 
   template <class Kernel, class T, class Index, class Value>
-  bool set_entries(T* table, std::uint64_t n, Index&& index_of, Value&& value_of, StreamRef stream, std::source_location at) {
+  bool set_entries(T* table, std::uint64_t n, Index&& index_of, Value&& value_of, StreamRef stream,
+                   std::source_location at) {
     constexpr std::uint64_t batch = sizeof(Kernel::index) / sizeof(std::uint32_t);
     const std::uint64_t first = pending_.item * batch;
     if (first >= n) return false;
@@ -585,11 +630,14 @@ class PagedAdamW {
   [[nodiscard]] pinned_span<std::byte> report_slot(std::uint64_t step) const {
     return report_memory_.bytes().subspan(step % adamw_report_ring * 64, sizeof(adamw_kernels::Report));
   }
-  [[nodiscard]] pinned_span<std::byte> scratch() const { return report_memory_.bytes().subspan(adamw_report_ring * 64, 8); }
+  [[nodiscard]] pinned_span<std::byte> scratch() const {
+    return report_memory_.bytes().subspan(adamw_report_ring * 64, 8);
+  }
 
   Outbox& outbox(std::uint64_t step) {
     if (step == 0 || step > steps_ || step + adamw_report_ring <= steps_) {
-      throw InvalidArgument{"no report of step " + std::to_string(step) + " is kept: the last step is " + std::to_string(steps_)};
+      throw InvalidArgument{"no report of step " + std::to_string(step) + " is kept: the last step is " +
+                            std::to_string(steps_)};
     }
     return outboxes_[step % adamw_report_ring];
   }
@@ -610,7 +658,8 @@ class PagedAdamW {
   template <class F>
   void for_each_slice(std::string_view name, OptimizerState state, std::uint64_t count, F&& f) {
     const std::uint32_t t = index(id(name));
-    if (count != infos_[t].count) throw InvalidArgument{"tensor " + infos_[t].name + " has " + std::to_string(infos_[t].count) + " elements"};
+    if (count != infos_[t].count)
+      throw InvalidArgument{"tensor " + infos_[t].name + " has " + std::to_string(infos_[t].count) + " elements"};
     if (state == OptimizerState::master_weight && infos_[t].dtype == DType::fp32) {
       throw InvalidArgument{"tensor " + infos_[t].name + " has fp32 weights and so no master weights"};
     }
@@ -619,7 +668,8 @@ class PagedAdamW {
       const AdamWPage& page = layout_.pages[p];
       for (std::uint32_t s = page.first_slice; s < page.first_slice + page.slice_count; ++s) {
         const AdamWSlice& slice = layout_.slices[s];
-        if (slice.tensor == t) f(page, p, static_cast<std::uint64_t>(state) * page.stride() + slice.page_first * 4, slice);
+        if (slice.tensor == t)
+          f(page, p, static_cast<std::uint64_t>(state) * page.stride() + slice.page_first * 4, slice);
       }
     }
   }
@@ -646,14 +696,14 @@ class PagedAdamW {
   std::unordered_map<std::string, std::uint32_t> by_name_;  // aliases included
   std::uint64_t leaves_ = 0;
 
-  typename D::Stream control_;   // memory is taken and given back in its order; host access goes through it
-  typename D::Event settled_;    // behind the last operation
+  typename D::Stream control_;  // memory is taken and given back in its order; host access goes through it
+  typename D::Event settled_;  // behind the last operation
   AdamWLayout layout_;
   typename HbmArena<D>::Buffer table_memory_;
   typename PinnedHostArena<D>::Buffer report_memory_;
   adamw_kernels::Tables tables_{};
-  std::vector<std::unique_ptr<Home<D>>> homes_;          // of pages [0, offloaded_)
-  std::vector<device_span<std::byte>> resident_;         // by page
+  std::vector<std::unique_ptr<Home<D>>> homes_;  // of pages [0, offloaded_)
+  std::vector<device_span<std::byte>> resident_;  // by page
   std::unique_ptr<Scheduler> scheduler_;
   std::vector<PlanId> plans_;
   std::vector<Outbox> outboxes_;
