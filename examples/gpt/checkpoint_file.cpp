@@ -11,6 +11,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <system_error>
 
 #include "hbmoff/core/error.hpp"
@@ -53,12 +54,14 @@ void write_whole(int descriptor, const std::byte* data, std::size_t size, const 
   }
 }
 
-DType dtype_named(std::string_view name) {
+std::optional<DType> dtype_named(std::string_view name) {
   for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16}) {
     if (name == to_string(dtype)) return dtype;
   }
-  throw BadInput{"the type " + std::string{name} + " is not known"};
+  return std::nullopt;
 }
+
+fs::path partial_of(fs::path file) { return file += ".partial"; }
 
 fs::path folder_of(const fs::path& file) { return file.has_parent_path() ? file.parent_path() : fs::path{"."}; }
 
@@ -72,7 +75,11 @@ void check_saveable(const fs::path& file) {
   if (file.filename().empty()) refuse("names no file");
   const fs::path folder = folder_of(file);
   if (!fs::is_directory(folder, error)) refuse("cannot be written: there is no folder " + folder.string());
-  if (::access(folder.c_str(), W_OK | X_OK) != 0) refuse(std::string{"cannot be written: "} + std::strerror(errno));
+  const fs::path partial = partial_of(file);
+  const int descriptor = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  if (descriptor < 0) refuse(std::string{"cannot be written: "} + std::strerror(errno));
+  ::close(descriptor);
+  ::unlink(partial.c_str());
 }
 
 CheckpointWriter::CheckpointWriter(const fs::path& file) : file_{file} {
@@ -82,8 +89,7 @@ CheckpointWriter::CheckpointWriter(const fs::path& file) : file_{file} {
   if (fs::exists(file_, error) && !fs::is_regular_file(file_, error)) {
     throw hbmoff::IoError{file_.string() + ": is not a regular file"};
   }
-  partial_ = file_;
-  partial_ += ".partial";
+  partial_ = partial_of(file_);
   buffer_.reserve(buffer_bytes);
   descriptor_ = ::open(partial_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (descriptor_ < 0) fail_write(partial_, "creating it");
@@ -98,6 +104,7 @@ CheckpointWriter::~CheckpointWriter() {
 }
 
 void CheckpointWriter::write(const void* data, std::uint64_t size) {
+  if (size == 0) return;  // and crc32 of a null pointer would start anew
   const auto* bytes = static_cast<const std::byte*>(data);
   checksum_ = add_to_checksum(checksum_, bytes, size);
   offset_ += size;
@@ -169,7 +176,7 @@ CheckpointReader::CheckpointReader(const fs::path& file) : path_{file.string()} 
 }
 
 void CheckpointReader::load() {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) refuse("is not a regular file");
   const auto size = static_cast<std::uint64_t>(status.st_size);
   struct {
@@ -208,13 +215,14 @@ void CheckpointReader::load() {
     nlohmann::json json = nlohmann::json::parse(text);
     header_ = std::move(json.at("header"));
     for (const nlohmann::json& entry : json.at("tensors")) {
+      const std::optional<DType> dtype = dtype_named(entry.at("dtype").get<std::string>());
       Tensor tensor{.name = entry.at("name").get<std::string>(),
-                    .dtype = dtype_named(entry.at("dtype").get<std::string>()),
+                    .dtype = dtype.value_or(DType::fp32),
                     .count = entry.at("count").get<std::uint64_t>(),
                     .offset = entry.at("offset").get<std::uint64_t>()};
-      if (tensor.offset < prefix_bytes || tensor.offset > json_start ||
-          tensor.count > (json_start - tensor.offset) / size_of(tensor.dtype).count()) {
-        refuse("its tensor " + tensor.name + " is not inside the file");
+      if (!dtype || tensor.offset < prefix_bytes || tensor.offset > json_start ||
+          tensor.count > (json_start - tensor.offset) / size_of(*dtype).count()) {
+        refuse("its tensor " + tensor.name + " is of no known type or not inside the file");
       }
       tensors_.push_back(std::move(tensor));
     }

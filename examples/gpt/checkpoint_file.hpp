@@ -64,10 +64,10 @@ class CheckpointWriter {
 
   std::filesystem::path file_, partial_;
   int descriptor_ = -1;
-  std::vector<std::byte> buffer_;    // what is not written yet; pieces come small
-  std::uint64_t offset_ = 0;         // bytes so far, buffered ones included
-  std::uint64_t missing_ = 0;        // bytes that the tensor begun last still lacks
-  std::uint32_t checksum_ = 0;       // of what is before offset_
+  std::vector<std::byte> buffer_;  // what is not written yet; pieces come small
+  std::uint64_t offset_ = 0;  // bytes so far, buffered ones included
+  std::uint64_t missing_ = 0;  // bytes that the tensor begun last still lacks
+  std::uint32_t checksum_ = 0;  // of what is before offset_
   nlohmann::json tensors_ = nlohmann::json::array();
   std::set<std::string> names_;
 };

@@ -25,9 +25,7 @@ constexpr std::size_t shard_header_count = 256;
 constexpr std::uint64_t shard_header_bytes = shard_header_count * sizeof(std::int32_t);
 constexpr std::uint64_t text_vocab = 256, shard_vocab = 50257;
 
-[[noreturn]] void refuse(const fs::path& path, const std::string& what) {
-  throw BadInput{path.string() + ": " + what};
-}
+[[noreturn]] void refuse(const fs::path& path, const std::string& what) { throw BadInput{path.string() + ": " + what}; }
 
 std::ifstream open_file(const fs::path& path) {
   std::ifstream file{path, std::ios::binary};
@@ -158,11 +156,8 @@ Dataset Dataset::load(const fs::path& path, std::uint64_t vocab) {
 }
 
 Dataset::Dataset(std::vector<Token> tokens, std::uint64_t vocab, bool text)
-    : tokens_{std::move(tokens)},
-      training_count_{tokens_.size() - tokens_.size() / 10},
-      vocab_{vocab},
-      fingerprint_{tokens_.size()},
-      text_{text} {
+    : tokens_{std::move(tokens)}, training_count_{tokens_.size() - tokens_.size() / 10}, vocab_{vocab},
+      fingerprint_{tokens_.size()}, text_{text} {
   for (const Token token : tokens_) fingerprint_ = (fingerprint_ ^ token) * 0x100000001b3u;
   fingerprint_ = scatter(fingerprint_);
 }
@@ -238,8 +233,8 @@ double Dataset::bigram_loss(std::uint64_t context, std::uint64_t rows) const {
   constexpr double pseudo_counts = 16;
   double sum = 0;
   for_each_target([&](Token first, Token second) {
-    const double unigram = (static_cast<double>(count[second]) + 1) /
-                           (static_cast<double>(tokens.size()) + static_cast<double>(vocab_));
+    const double unigram =
+        (static_cast<double>(count[second]) + 1) / (static_cast<double>(tokens.size()) + static_cast<double>(vocab_));
     sum -= std::log((static_cast<double>(pairs.at(key_of(first, second))) + pseudo_counts * unigram) /
                     (static_cast<double>(count_as_first[first]) + pseudo_counts));
   });

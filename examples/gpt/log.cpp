@@ -70,7 +70,7 @@ void JsonLines::write(const nlohmann::json& line) {
 
   std::string reason = written < 0 ? std::strerror(errno) : "no room for a whole line";
   if (written > 0) {
-    struct stat status {};
+    struct stat status{};
     if (::fstat(file_, &status) != 0 || !S_ISREG(status.st_mode) || ::ftruncate(file_, status.st_size - written) != 0) {
       reason += "; its last line is not whole";
     }

@@ -95,19 +95,18 @@ struct Flag {
   std::string text = {};  // the value on the command line
 };
 
-Flag count_flag(const char* name, std::uint64_t Options::*field, std::uint64_t least, std::uint64_t most,
+Flag count_flag(const char* name, std::uint64_t Options::* field, std::uint64_t least, std::uint64_t most,
                 const char* help) {
-  return {name, "N", help, [=](Options& options, std::string_view text) {
-            options.*field = parse_count(text, name, least, most);
-          }};
+  return {name, "N", help,
+          [=](Options& options, std::string_view text) { options.*field = parse_count(text, name, least, most); }};
 }
 
-Flag real_flag(const char* name, double Options::*field, bool positive, const char* help) {
+Flag real_flag(const char* name, double Options::* field, bool positive, const char* help) {
   return {name, "X", help,
           [=](Options& options, std::string_view text) { options.*field = parse_real(text, name, positive); }};
 }
 
-Flag path_flag(const char* name, std::string Options::*field, const char* help) {
+Flag path_flag(const char* name, std::string Options::* field, const char* help) {
   return {name, "PATH", help, [=](Options& options, std::string_view text) {
             if (text.empty()) throw BadInput{std::string{name} + ": the path is empty"};
             options.*field = text;
@@ -143,15 +142,15 @@ std::vector<Flag> make_flags() {
                    [](Options& options, std::string_view text) {
                      options.dtype = parse_choice(text, "--dtype", {DType::fp32, DType::bf16});
                    }});
-  flags.push_back(count_flag("--threads", &Options::threads, 1, 1024,
-                             "CPU threads; no bit depends on it [all, up to 16]"));
+  flags.push_back(
+      count_flag("--threads", &Options::threads, 1, 1024, "CPU threads; no bit depends on it [all, up to 16]"));
   flags.push_back({"--hbm", "BYTES", "limit of device memory, e.g. 96MiB or 1.5GiB [what the run takes]",
                    [](Options& options, std::string_view text) { options.hbm = parse_bytes(text, "--hbm"); }});
-  flags.push_back({"--offload", "WHAT", "none, optimizer, activations or all [none]",
-                   [](Options& options, std::string_view text) {
-                     options.offload = parse_choice(text, "--offload", {Offload::none, Offload::optimizer,
-                                                                        Offload::activations, Offload::all});
-                   }});
+  flags.push_back(
+      {"--offload", "WHAT", "none, optimizer, activations or all [none]", [](Options& options, std::string_view text) {
+         options.offload =
+             parse_choice(text, "--offload", {Offload::none, Offload::optimizer, Offload::activations, Offload::all});
+       }});
   flags.push_back(count_flag("--keep-last", &Options::keep_last, 0, largest_dimension,
                              "last layers whose activations stay in HBM [0]"));
   flags.push_back(count_flag("--recompute", &Options::recompute, 0, largest_dimension,
@@ -172,11 +171,11 @@ std::vector<Flag> make_flags() {
                              "also evaluate on the held-out tenth every N steps"));
   flags.push_back(count_flag("--eval-batches", &Options::eval_batches, 1, largest_count,
                              "batches of the held-out tenth that an evaluation looks at [20]"));
-  flags.push_back({"--summary", "json", "print one JSON object as the last line",
-                   [](Options& options, std::string_view text) {
-                     if (text != "json") refuse("--summary", text, "json");
-                     options.summary_json = true;
-                   }});
+  flags.push_back(
+      {"--summary", "json", "print one JSON object as the last line", [](Options& options, std::string_view text) {
+         if (text != "json") refuse("--summary", text, "json");
+         options.summary_json = true;
+       }});
   return flags;
 }
 
@@ -231,26 +230,32 @@ std::string as_text(T value) {
 
 }  // namespace
 
-BadInput::BadInput(const std::string& message) : std::runtime_error{[&] {
-  std::string line = message;
-  std::ranges::replace_if(line, [](char c) { return c == '\n' || c == '\r'; }, ' ');
-  while (!line.empty() && line.back() == ' ') line.pop_back();
-  return line;
-}()} {}
+BadInput::BadInput(const std::string& message)
+    : std::runtime_error{[&] {
+        std::string line = message;
+        std::ranges::replace_if(line, [](char c) { return c == '\n' || c == '\r'; }, ' ');
+        while (!line.empty() && line.back() == ' ') line.pop_back();
+        return line;
+      }()} {}
 
 std::string_view to_string(Offload offload) {
   switch (offload) {
-    case Offload::none: return "none";
-    case Offload::optimizer: return "optimizer";
-    case Offload::activations: return "activations";
-    case Offload::all: return "all";
+    case Offload::none:
+      return "none";
+    case Offload::optimizer:
+      return "optimizer";
+    case Offload::activations:
+      return "activations";
+    case Offload::all:
+      return "all";
   }
   return "?";
 }
 
 std::optional<Options> parse_options(int argc, const char* const* argv, std::ostream& out) {
-  CLI::App app{"Trains a GPT-2-architecture model, paging training state between HBM and pinned host memory.\n"
-               "Where state lives changes no bit of the result."};
+  CLI::App app{
+      "Trains a GPT-2-architecture model, paging training state between HBM and pinned host memory.\n"
+      "Where state lives changes no bit of the result."};
   app.name("train_gpt");
   app.get_formatter()->column_width(26);
   app.set_version_flag("--version", "train_gpt of hbmoff " + std::to_string(hbmoff::version_major) + "." +
@@ -357,8 +362,8 @@ void check(const Options& options) {
   const double context = static_cast<double>(options.context), vocab = static_cast<double>(options.vocab);
   const double rows = static_cast<double>(options.batch) * context;
   const double parameters = (vocab + context) * channels + layers * (13 * channels * channels + 16 * channels);
-  const double activations = rows * (layers * (24 * channels + 2 * static_cast<double>(options.heads) * context) +
-                                     3 * vocab + 24 * channels);
+  const double activations =
+      rows * (layers * (24 * channels + 2 * static_cast<double>(options.heads) * context) + 3 * vocab + 24 * channels);
   if (16 * (parameters + activations) > 0x1p62) {
     throw BadInput{"a model of this size (--layers, --channels, --context, --batch) would take more than 4 EiB"};
   }
