@@ -52,8 +52,9 @@ constexpr Bytes operator""_TiB(unsigned long long n) { return Bytes{n << 40}; }
   std::uint64_t scale = 1024;
   while (unit < 5 && bytes.count() / scale >= 1024) scale *= 1024, ++unit;
   const std::uint64_t whole = bytes.count() / scale;
-  // Split before multiplying: the remainder of a count near 2^64 times 100 would not fit.
-  const std::uint64_t hundredths = (bytes.count() % scale) / (scale / 1024) * 100 / 1024;
+  // One decimal at a time: a remainder below 2^60 times 100 would not fit.
+  const std::uint64_t tenths = bytes.count() % scale * 10;
+  const std::uint64_t hundredths = tenths / scale * 10 + tenths % scale * 10 / scale;
   return std::to_string(whole) + (hundredths < 10 ? ".0" : ".") + std::to_string(hundredths) + " " + names[unit];
 }
 
