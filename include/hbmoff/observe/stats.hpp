@@ -54,7 +54,8 @@ enum class Activity : std::uint8_t { fill, write_back, stall };
 }
 
 /// The default observer: compiles to nothing. An observer has these two members; both are called with the stream
-/// on which the activity runs, `begin` before its first call to the device and `end` after its last.
+/// on which the activity runs, around the calls that put it there: the copies of a fill or a write-back (what they
+/// wait for comes before), or the wait that is a stall.
 struct NullObserver {
   template <class StreamRef>
   void begin(Activity, StreamRef) const noexcept {}

@@ -514,7 +514,6 @@ class PrefetchScheduler {
   }
 
   void fill(Page& page, Slot<D>& slot, std::source_location at) {
-    observer_.begin(Activity::fill, copy_in_->stream());
     WaitSet<D> waits;
     if (slot.last_copy.valid()) {
       waits.add(slot.last_copy);
@@ -523,6 +522,7 @@ class PrefetchScheduler {
     }
     for (const Range& range : page.in) range.home->before_read(range.home_offset, clipped(page, range), waits);
     waits.order_before(copy_in_->stream(), at);
+    observer_.begin(Activity::fill, copy_in_->stream());
     for (const Range& range : page.in) {
       const std::uint64_t count = clipped(page, range);
       if (count == 0) continue;
@@ -574,11 +574,11 @@ class PrefetchScheduler {
   }
 
   void write_back(Page& page, Slot<D>& slot, std::source_location at) {
-    observer_.begin(Activity::write_back, copy_out_->stream());
     slot.order_before(device(), copy_out_->stream(), at);
     WaitSet<D> waits;
     for (const Range& range : page.out) range.home->before_write(range.home_offset, clipped(page, range), waits);
     waits.order_before(copy_out_->stream(), at);
+    observer_.begin(Activity::write_back, copy_out_->stream());
     Mark<D> mark;
     for (const Range& range : page.out) {
       const std::uint64_t count = clipped(page, range);
