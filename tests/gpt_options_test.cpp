@@ -201,9 +201,8 @@ TEST_CASE("bad options are refused by name, in one line") {
   CHECK(names(refusal({"--layers"}), "--layers"));
   CHECK(names(refusal({"--layers", "2", "--layers", "3"}), "--layers"));
   CHECK(names(refusal({"--channels", "10", "--heads", "4"}), "--heads: 4 does not divide --channels 10"));
-  for (const char* name :
-       {"--layers", "--channels", "--heads", "--context", "--batch", "--micro-batches", "--steps", "--decay-steps",
-        "--vocab", "--threads", "--depth", "--page", "--hbm", "--save-every", "--eval-every", "--eval-batches"}) {
+  for (const char* name : {"--layers", "--channels", "--heads", "--context", "--batch", "--micro-batches", "--steps",
+                           "--decay-steps", "--vocab", "--threads", "--depth", "--page", "--hbm", "--eval-batches"}) {
     for (const char* value :
          {"0", "-1", "-0", "+1", "1.5", "x", "", "4e2", "18446744073709551616", "99999999999999999999999"}) {
       CAPTURE(name);
@@ -226,6 +225,9 @@ TEST_CASE("bad options are refused by name, in one line") {
   CHECK(names(refusal({"--keep-last", "5"}), "--keep-last"));
   CHECK(names(refusal({"--recompute", "5"}), "--recompute"));
   CHECK(names(refusal({"--save-every", "5"}), "--save"));
+  CHECK(names(refusal({"--save", "a", "--save-every", "-1"}), "--save-every"));
+  CHECK(names(refusal({"--eval-every", "x"}), "--eval-every"));
+  CHECK(refusal({"--save-every", "0", "--eval-every", "0"}) == "");
   CHECK(names(refusal({"--save", ""}), "--save"));
 }
 

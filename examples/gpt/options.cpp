@@ -163,12 +163,13 @@ std::vector<Flag> make_flags() {
   flags.push_back(real_flag("--link-gbps", &Options::link_gbps, true,
                             "model a link of so many 10^9 bytes/s in each direction [as fast as it goes]"));
   flags.push_back(path_flag("--save", &Options::save, "file to save to at the end and on Ctrl-C"));
-  flags.push_back(count_flag("--save-every", &Options::save_every, 1, largest_count, "also save every N steps"));
+  flags.push_back(
+      count_flag("--save-every", &Options::save_every, 0, largest_count, "also save every N steps [0: no]"));
   flags.push_back(path_flag("--resume", &Options::resume, "go on from a saved file; what is not given comes from it"));
   flags.push_back(path_flag("--log", &Options::log, "file for a JSON line per step"));
   flags.push_back(count_flag("--sample", &Options::sample, 0, largest_count, "tokens to sample at the end [0]"));
-  flags.push_back(count_flag("--eval-every", &Options::eval_every, 1, largest_count,
-                             "also evaluate on the held-out tenth every N steps"));
+  flags.push_back(count_flag("--eval-every", &Options::eval_every, 0, largest_count,
+                             "also evaluate on the held-out tenth every N steps [0: no]"));
   flags.push_back(count_flag("--eval-batches", &Options::eval_batches, 1, largest_count,
                              "batches of the held-out tenth that an evaluation looks at [20]"));
   flags.push_back(
