@@ -484,11 +484,24 @@ class PrefetchScheduler {
   void make_up(std::source_location at) {
     if (!unsettled_) return;
     for (Page& page : pages_) {
-      if (page.slot == nullptr || page.slot->leased) continue;
-      if (page.slot->unrecorded) record_releases(*page.slot, at);
-      if (!page.slot->permanent) end_use(page, at);
+      if (page.slot != nullptr && !page.slot->leased) end_lease(page, at);
     }
     unsettled_ = false;
+  }
+
+  void end_lease(Page& page, std::source_location at) {
+    if (page.slot->unrecorded) record_releases(*page.slot, at);
+    if (!page.slot->permanent) end_use(page, at);
+  }
+  // As above, for the lease that ends now: a failure leaves something to make up for.
+  void end_lease_now(Slot<D>& slot, std::source_location at) {
+    const bool unsettled_before = std::exchange(unsettled_, true);
+    if (slot.permanent) {
+      record_releases(slot, at);
+    } else {
+      end_lease(page_in(slot), at);
+    }
+    unsettled_ = unsettled_before;
   }
 
   void give_up(Page& page, std::source_location at) {
@@ -641,7 +654,6 @@ class PrefetchScheduler {
   void release(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool written,
                std::source_location at) {
     const Guard guard{*this};
-    unsettled_ = true;  // until the end of this function is reached
     note_streams(slot, streams);
     bool stale = false;
     if (!slot.permanent && written) {
@@ -649,27 +661,27 @@ class PrefetchScheduler {
       slot.valid = slot.dirty = !stale;
       if (stale) slot.fate = SlotFate::release;
     }
-    make_up(at);
+    end_lease_now(slot, at);
     if (stale) {
       throw InvalidArgument{"a page was leased before its home was loaded anew; what was written to it is dropped"};
     }
   }
 
   void abandon(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams, bool for_writing) noexcept {
-    unsettled_ = true;
     note_streams(slot, streams);
     if (slot.permanent) {
       slot.launched = false;
     } else if (slot.launched) {
       slot.valid = slot.dirty = true;
       slot.fate = SlotFate::write_back;
+      unsettled_ = true;
       return;
     } else if (for_writing) {
       slot.valid = slot.dirty = false;
       slot.fate = SlotFate::release;
     }
     try {
-      make_up(std::source_location::current());
+      end_lease_now(slot, std::source_location::current());
     } catch (const Error&) {
       // A destructor cannot throw. The slot stays assigned and is not used again; the next call makes up for it, or
       // reports.
@@ -679,7 +691,6 @@ class PrefetchScheduler {
   typename HbmArena<D>::Buffer donate(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams,
                                       typename HbmArena<D>::Buffer replacement, std::source_location at) {
     const Guard guard{*this};
-    unsettled_ = true;
     note_streams(slot, streams);
     const bool fits = !slot.permanent && replacement.size() >= slot_bytes_;
     if (fits) {
@@ -687,7 +698,7 @@ class PrefetchScheduler {
       slot.valid = slot.dirty = false;
       slot.fate = SlotFate::release;
     }
-    make_up(at);
+    end_lease_now(slot, at);
     if (!fits) throw InvalidArgument{"a donated page needs a slot, and a replacement that is no smaller than it"};
     return replacement;
   }
