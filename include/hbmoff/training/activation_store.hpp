@@ -62,6 +62,22 @@ class ActivationStore {
       const std::uint64_t count = placement_->count(i, rows_);
       return count == 0 ? device_span<T>{} : lease.template as<T>(placement_->offset(i, rows_), count);
     }
+    /// The same, its element type taken from what it is assigned or passed to: `device_span<float> x = saved[0];`
+    class Tensor {
+     public:
+      template <class T>
+      operator device_span<T>() const {  // NOLINT(google-explicit-constructor): that is what it is for
+        return bundle_->tensor<T>(index_);
+      }
+
+     private:
+      friend class SavedBundle;
+      Tensor(const SavedBundle& bundle, std::uint32_t index) : bundle_{&bundle}, index_{index} {}
+      const SavedBundle* bundle_;
+      std::uint32_t index_;
+    };
+    [[nodiscard]] Tensor operator[](std::uint32_t i) const { return {*this, i}; }
+
     /// After `restore`: the tensor's memory is there but its content is not; run the layer's forward again into it. A
     /// layer that is still in its slot from the forward misses nothing.
     [[nodiscard]] bool missing(std::uint32_t i) const {
