@@ -29,6 +29,14 @@ file(GLOB_RECURSE formatted_sources CONFIGURE_DEPENDS
 add_test(NAME format COMMAND ${HBMOFF_CLANG_FORMAT} --dry-run -Werror ${formatted_sources} ${example_sources})
 set_tests_properties(format PROPERTIES LABELS check)
 
+find_program(HBMOFF_CLANG_TIDY clang-tidy-19)
+if(NOT HBMOFF_CLANG_TIDY)
+  message(WARNING "clang-tidy-19 was not found: the test `tidy` will fail")
+endif()
+hbmoff_add_check(tidy check ${CMAKE_CURRENT_SOURCE_DIR}/checks/headers.py tidy
+  --compiler ${HBMOFF_CLANG_TIDY} --config ${PROJECT_SOURCE_DIR}/.clang-tidy
+  --include ${hbmoff_include} --include ${fmt_include} --flags=-std=c++20)
+
 foreach(what alone hostile twice)
   hbmoff_add_check(headers.${what} compiler ${CMAKE_CURRENT_SOURCE_DIR}/checks/headers.py ${what}
     --compiler ${CMAKE_CXX_COMPILER} --include ${hbmoff_include} --include ${fmt_include} --flags ${check_flags})

@@ -62,7 +62,10 @@ need_header nlohmann/json.hpp nlohmann-json3-dev
 need_header fmt/format.h libfmt-dev
 need_header zlib.h zlib1g-dev
 pkg-config --exists openblas 2>/dev/null || packages+=(libopenblas-dev)
-if has_stage dev; then need_command clang-format-19 clang-format-19; fi
+if has_stage dev; then
+  need_command clang-format-19 clang-format-19
+  need_command clang-tidy-19 clang-tidy-19
+fi
 if has_stage clang16; then need_command clang++-16 clang-16; fi
 if has_stage clang19; then need_command clang++-19 clang-19; fi
 if has_stage coverage; then need_command gcovr gcovr; fi

@@ -1,6 +1,7 @@
-"""Each header compiles alone; all compile together under hostile macros; and twice in one program.
+"""Each header compiles alone; all compile together under hostile macros; twice in one program; and pass clang-tidy.
 
   headers.py {alone|hostile|twice} --compiler CXX --include DIR [--include DIR ...] --flags FLAGS
+  headers.py tidy --compiler CLANG_TIDY --config FILE --include DIR [--include DIR ...] --flags FLAGS
 
 Only headers for host compilers: .cuh files and what needs CUDA's headers are left out, and named.
 """
@@ -50,10 +51,11 @@ HOSTILE = """
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["alone", "hostile", "twice"])
+    parser.add_argument("what", choices=["alone", "hostile", "twice", "tidy"])
     parser.add_argument("--compiler", required=True)
     parser.add_argument("--include", action="append", required=True)
     parser.add_argument("--flags", default="")
+    parser.add_argument("--config", help="of clang-tidy")
     args = parser.parse_args()
 
     root = pathlib.Path(args.include[0])
@@ -64,7 +66,8 @@ def main():
         print("left out, they need CUDA's headers:", *left_out)
     if not headers:
         sys.exit(f"no header under {root}")
-    command = [args.compiler, *shlex.split(args.flags), *(f"-I{i}" for i in args.include)]
+    flags = [*shlex.split(args.flags), *(f"-I{i}" for i in args.include)]
+    command = [args.compiler, *flags]
     work_folder = tempfile.TemporaryDirectory()
     work = pathlib.Path(work_folder.name)
     everything = "".join(f'#include "{h}"\n' for h in headers)
@@ -92,6 +95,16 @@ def main():
         results = [under_macros("all headers under hostile macros", everything)]
         if under_macros("negative control", "int f() { return std::min(1, 2); }\n")[0] == 0:
             sys.exit("the hostile macros are not in force; the check proves nothing")
+    elif args.what == "tidy":
+        def tidy(name, text):
+            (work / "tidy.cpp").write_text(text)
+            result = subprocess.run([args.compiler, "--quiet", f"--config-file={args.config}", str(work / "tidy.cpp"), "--", *flags],
+                                    capture_output=True, text=True)
+            return result.returncode, f"--- {name}\n{result.stdout}"
+
+        results = [tidy("all headers", everything)]
+        if tidy("negative control", "inline void f() {\n  try {\n    throw 1;\n  } catch (int) {\n  }\n}\n")[0] == 0:
+            sys.exit("a planted fault was not reported; the check proves nothing")
     else:
         def link(name, common):
             (work / "common.hpp").write_text("#pragma once\n" + common)
