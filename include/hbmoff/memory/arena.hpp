@@ -345,7 +345,7 @@ class Arena {
     }
     const std::uint32_t slot = take_slot();
     occupy(slot, block, bytes, name, role);
-    high_water_ = std::max(high_water_, blocks_.capacity() - blocks_.free_bytes());
+    high_water_ = (std::max)(high_water_, blocks_.capacity() - blocks_.free_bytes());
     return Buffer{*this, slot, span, stream};
   }
 

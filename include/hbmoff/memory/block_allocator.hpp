@@ -157,7 +157,7 @@ class BlockAllocator {
   static constexpr std::uint32_t steps_log2 = 8;
   static constexpr std::uint32_t steps = std::uint32_t{1} << steps_log2;
   static constexpr BlockId end = 0;  // before the first block and after the last; counts as live, so nobody joins it
-  static constexpr std::uint32_t live = std::numeric_limits<std::uint32_t>::max();
+  static constexpr std::uint32_t live = (std::numeric_limits<std::uint32_t>::max)();
 
   // A live block or a free run; offset and size in units of `alignment`. 32 bytes: two to a cache line.
   struct Node {

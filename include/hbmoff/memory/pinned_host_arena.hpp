@@ -20,7 +20,7 @@ namespace hbmoff {
 
 /// What this process can still take of the machine's memory.
 struct HostMemoryLimit {
-  Bytes available{std::numeric_limits<std::uint64_t>::max()};  ///< the largest count when nothing is known
+  Bytes available{(std::numeric_limits<std::uint64_t>::max)()};  ///< the largest count when nothing is known
   std::string set_by;                                          ///< what sets it, for people; may be empty
 };
 
@@ -47,7 +47,7 @@ inline std::uint64_t read_number(const std::string& path, std::string_view key, 
 /// of their parents leave, page cache that the kernel can drop counted as free. Reads files below `root`; what
 /// cannot be read sets no limit.
 [[nodiscard]] inline HostMemoryLimit host_memory_limit(const std::string& root = "") {
-  constexpr std::uint64_t none = std::numeric_limits<std::uint64_t>::max();
+  constexpr std::uint64_t none = (std::numeric_limits<std::uint64_t>::max)();
   HostMemoryLimit limit;
   const auto tighten = [&limit](std::uint64_t available, std::string set_by) {
     if (available >= limit.available.count()) return;

@@ -32,7 +32,7 @@ class WaitSet {
     if (!mark.valid()) return;
     for (std::uint32_t i = 0; i < size_; ++i) {
       if (marks_[i].timeline == mark.timeline) {
-        marks_[i].ticket = std::max(marks_[i].ticket, mark.ticket);
+        marks_[i].ticket = (std::max)(marks_[i].ticket, mark.ticket);
         return;
       }
     }

@@ -137,10 +137,10 @@ class PrefetchScheduler {
       if (part.home == nullptr || part.home_offset + part.bytes.count() > part.home->memory().count()) {
         throw InvalidArgument{"page " + page.label + ": a part lies outside its home"};
       }
-      end = std::max(end, part.slot_offset + part.bytes.count());
+      end = (std::max)(end, part.slot_offset + part.bytes.count());
     }
-    if (std::max(end, spec.slot_bytes.count()) > slot_bytes_.count()) {
-      throw InvalidArgument{"page " + page.label + " needs " + std::to_string(std::max(end, spec.slot_bytes.count())) +
+    if ((std::max)(end, spec.slot_bytes.count()) > slot_bytes_.count()) {
+      throw InvalidArgument{"page " + page.label + " needs " + std::to_string((std::max)(end, spec.slot_bytes.count())) +
                             " bytes, a slot has " + std::to_string(slot_bytes_.count())};
     }
     for (const PagePart<D>& part : spec.parts) {
@@ -423,7 +423,7 @@ class PrefetchScheduler {
 
   // A page's content is cut off at its limit.
   static std::uint64_t clipped(const Page& page, const Range& range) {
-    return range.slot_offset >= page.limit ? 0 : std::min(range.count, page.limit - range.slot_offset);
+    return range.slot_offset >= page.limit ? 0 : (std::min)(range.count, page.limit - range.slot_offset);
   }
 
   // Grows whenever one of the page's homes was replaced from outside.

@@ -72,6 +72,7 @@ struct Slot {
       try {
         return order_before(device, stream, std::source_location::current());
       } catch (const Error&) {
+        // Nobody to tell; the loop tries once more.
       }
     }
   }

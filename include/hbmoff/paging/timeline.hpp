@@ -65,6 +65,7 @@ class Timeline {
       try {
         device_->synchronize(stream());
       } catch (const Error&) {
+        // Twice in a row: nothing is left to try.
       }
     }
   }

@@ -82,7 +82,7 @@ template <OffloadPolicy Policy>
     const std::uint64_t rows = placement.rows();
     estimate.add(Tier::hbm, Role::activation, placement.kept(rows));
     estimate.add(Tier::pinned_host, Role::activation, placement.offloaded(rows));
-    slot = std::max(slot, placement.slot(rows));
+    slot = (std::max)(slot, placement.slot(rows));
   }
   if (slot != Bytes{}) {
     for (std::uint32_t i = 0; i < options.depth; ++i) estimate.add(Tier::hbm, Role::activation, slot);

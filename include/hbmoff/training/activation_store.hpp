@@ -124,7 +124,7 @@ class ActivationStore {
     for (std::size_t l = 0; l < layouts.size(); ++l) {
       layers_.push_back({BundlePlacement{layouts[l], policy, static_cast<std::int32_t>(l),
                                          static_cast<std::int32_t>(layouts.size())}});
-      slot = std::max(slot, layers_.back().placement.slot(layouts[l].rows));
+      slot = (std::max)(slot, layers_.back().placement.slot(layouts[l].rows));
     }
     scheduler_.emplace(
         hbm, slot, Role::activation,

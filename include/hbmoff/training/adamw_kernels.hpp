@@ -155,7 +155,7 @@ struct LeafSums {
         for (std::uint64_t leaf = 0; leaf < n; ++leaf) {
           const std::uint64_t first = leaf * norm_leaf;
           tables.leaves[tensor.first_leaf + leaf] =
-              leaf_sum_of_squares(gradient + first, std::min(norm_leaf, tensor.count - first));
+              leaf_sum_of_squares(gradient + first, (std::min)(norm_leaf, tensor.count - first));
         }
       });
     }

@@ -81,7 +81,7 @@ template <OffloadPolicy Policy>
     AdamWPage current{family.master, family.home, 0, static_cast<std::uint32_t>(layout.slices.size()), 0};
     const auto close = [&] {
       if (current.slice_count == 0) return;
-      if (family.home != Tier::hbm) layout.slot_bytes = std::max(layout.slot_bytes, current.bytes());
+      if (family.home != Tier::hbm) layout.slot_bytes = (std::max)(layout.slot_bytes, current.bytes());
       layout.pages.push_back(current);
       current = {family.master, family.home, 0, static_cast<std::uint32_t>(layout.slices.size()), 0};
     };
@@ -95,7 +95,7 @@ template <OffloadPolicy Policy>
           close();
           continue;
         }
-        const std::uint64_t count = std::min(weight.count - done, capacity - first);
+        const std::uint64_t count = (std::min)(weight.count - done, capacity - first);
         layout.slices.push_back({t, done, first, count});
         ++current.slice_count;
         current.elements = first + count;

@@ -61,7 +61,7 @@ class BundlePlacement {
         }
         places_.push_back({mode, 0});
       }
-      places_[place].row_bytes = std::max(places_[place].row_bytes, row_bytes);
+      places_[place].row_bytes = (std::max)(places_[place].row_bytes, row_bytes);
       place_of_.push_back(place);
       dtypes_.push_back(tensor.info.dtype);
       row_counts_.push_back(tensor.info.count / layout.rows);

@@ -105,6 +105,7 @@ class PagedAdamW {
       try {
         device().record(settled_, *last_stream_);
       } catch (const Error&) {
+        // Nobody to tell in a destructor; the event's earlier record stands.
       }
     }
     for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost();
@@ -113,6 +114,7 @@ class PagedAdamW {
         device().wait(control_, settled_);
         break;
       } catch (const Error&) {
+        // Nobody to tell in a destructor; the loop tries once more.
       }
     }
   }
@@ -611,7 +613,7 @@ class PagedAdamW {
     if (first >= n) return false;
     Kernel kernel{};
     kernel.table = table;
-    kernel.count = static_cast<std::uint32_t>(std::min(batch, n - first));
+    kernel.count = static_cast<std::uint32_t>((std::min)(batch, n - first));
     for (std::uint32_t i = 0; i < kernel.count; ++i) {
       kernel.index[i] = index_of(first + i);
       kernel.values[i] = value_of(kernel.index[i]);
@@ -680,7 +682,7 @@ class PagedAdamW {
     const std::uint64_t piece = std::min<std::uint64_t>(bytes, std::uint64_t{1} << 16);
     auto staging = host_->allocate(Bytes{piece}, "adamw staging", Role::workspace, control_);
     for (std::uint64_t done = 0; done < bytes; done += piece) {
-      const std::uint64_t n = std::min(piece, bytes - done);
+      const std::uint64_t n = (std::min)(piece, bytes - done);
       f(staging.bytes().subspan(0, n), offset + done, n);
     }
   }
