@@ -276,7 +276,7 @@ class Arena {
 
     [[nodiscard]] std::string_view name_view() const noexcept { return {name, name_length}; }
     void set_name(std::string_view text) noexcept {
-      name_length = static_cast<std::uint8_t>(std::min(text.size(), max_name));
+      name_length = static_cast<std::uint8_t>((std::min)(text.size(), max_name));
       std::copy_n(text.data(), name_length, name);
     }
   };
