@@ -1,5 +1,5 @@
-// Modelled time on HostDevice. Where nothing is touched, work takes no time but the modelled one, and the times of events
-// follow from the calls alone: they are compared exactly. No assertion depends on how fast this machine is.
+// Modelled time on HostDevice. Where nothing is touched, work takes no time but the modelled one, so the times of
+// events follow from the calls alone and are compared exactly. No assertion depends on how fast this machine is.
 #include <doctest/doctest.h>
 
 #include <algorithm>
