@@ -215,6 +215,7 @@ TEST_CASE("evaluation rows do not overlap, lie in the held-out part and spread o
   const Dataset data{tokens, 65536, false};  // held out: 9000 .. 9999
   const std::uint64_t context = 7;
   CHECK(data.evaluation_rows(context, 1000) == 142);  // 999 / 7
+  CHECK(data.evaluation_rows(10, 1000) == 99);        // the last target has to be there too
   for (const std::uint64_t wanted : {1u, 2u, 3u, 100u, 142u, 1000u}) {
     const std::uint64_t rows = data.evaluation_rows(context, wanted);
     std::vector<Token> inputs(rows * context), targets(rows * context);

@@ -94,6 +94,7 @@ TEST_CASE("what is no byte size is refused, in one line that names the option") 
                            "8388608TiB",
                            "17179869184TiB",
                            "36028797018963968KiB",
+                           "18014398509481985KiB",
                            "0.00048828125KiB",
                            "1,5GiB",
                            "12MiB4"}) {
