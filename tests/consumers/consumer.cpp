@@ -7,6 +7,8 @@
 
 #include "hbmoff/hbmoff.hpp"
 
+bool formats();  // consumer_fmt.cpp
+
 namespace {
 
 using namespace hbmoff;
@@ -64,6 +66,7 @@ int main() {
   const Result paged = train(OffloadOptimizerState{});
   std::printf("moved: %llu bytes resident, %llu paged\n", static_cast<unsigned long long>(resident.bytes_moved),
               static_cast<unsigned long long>(paged.bytes_moved));
+  if (!formats()) return 3;
   if (resident.bytes_moved != 0 || paged.bytes_moved == 0) return 1;
   return resident.weight_bits == paged.weight_bits ? 0 : 2;
 }
