@@ -14,6 +14,7 @@
 
 #include "hbmoff/core/dtype.hpp"
 #include "hbmoff/core/error.hpp"
+#include "hbmoff/core/isa.hpp"
 #include "hbmoff/core/tensor_info.hpp"
 #include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
@@ -249,6 +250,11 @@ TEST_CASE("every error is an Error, and a std::runtime_error") {
   CHECK_THROWS_WITH_AS(throw InvalidArgument{"depth is 0"}, "depth is 0", Error);
   CHECK_THROWS_WITH_AS(throw SlotsExhausted{"3 slots, held by a, b, c"}, "3 slots, held by a, b, c", Error);
   CHECK_THROWS_WITH_AS(throw IoError{"cannot read x"}, "cannot read x", std::runtime_error);
+}
+
+TEST_CASE("the instruction set of the host loops has a name") {
+  CHECK(runs_here(ScalarIsa{}));
+  CHECK(std::string_view{host_isa_name()} == (runs_here(Avx2Isa{}) ? "avx2+fma" : "scalar"));
 }
 
 TEST_CASE("the version's parts are the version") {

@@ -21,14 +21,27 @@ enum class DType : std::uint8_t { fp32, bf16, fp16 };
 inline constexpr std::uint32_t canonical_nan_bits = 0x7fffffffu;
 inline constexpr std::uint16_t canonical_nan_bits_16 = 0x7fffu;
 
+// The functions below are always inline and free of branches, so that loops over them become vector code: compilers
+// judge an inline function by its length, and a loop with a call or a jump stays scalar.
+namespace dtype_detail {
+
+/// `condition ? a : b` by a mask. Of the conditional operator g++ makes a branch.
+[[nodiscard, gnu::always_inline]] constexpr inline std::uint32_t select(bool condition, std::uint32_t a,
+                                                                        std::uint32_t b) {
+  const std::uint32_t mask = 0u - static_cast<std::uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
+}  // namespace dtype_detail
+
 /// `x`, every NaN replaced by 0x7fffffff. Works on bits: a test `x != x` is folded away by -ffast-math.
-[[nodiscard]] constexpr float canonical(float x) {
+[[nodiscard, gnu::always_inline]] constexpr inline float canonical(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
-  return (bits & 0x7fffffffu) > 0x7f800000u ? std::bit_cast<float>(canonical_nan_bits) : x;
+  return std::bit_cast<float>(dtype_detail::select((bits & 0x7fffffffu) > 0x7f800000u, canonical_nan_bits, bits));
 }
 
 /// `x`, every NaN replaced by 0x7fffffffffffffff.
-[[nodiscard]] constexpr double canonical(double x) {
+[[nodiscard, gnu::always_inline]] constexpr inline double canonical(double x) {
   constexpr std::uint64_t magnitude = 0x7fffffffffffffffu;
   const std::uint64_t bits = std::bit_cast<std::uint64_t>(x);
   return (bits & magnitude) > 0x7ff0000000000000u ? std::bit_cast<double>(magnitude) : x;
@@ -46,39 +59,38 @@ struct fp16 {
   friend constexpr bool operator==(fp16, fp16) = default;  ///< compares bits
 };
 
-[[nodiscard]] constexpr float to_float(float x) { return x; }
+[[nodiscard, gnu::always_inline]] constexpr inline float to_float(float x) { return x; }
 
 /// Exact.
-[[nodiscard]] constexpr float to_float(bf16 x) {
+[[nodiscard, gnu::always_inline]] constexpr inline float to_float(bf16 x) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16);
 }
 
-/// Exact, denormals included; done on bits, so a flush-to-zero mode cannot change it.
-[[nodiscard]] constexpr float to_float(fp16 x) {
+/// Exact, denormals included. No step takes or makes an fp32 denormal, so a flush-to-zero mode cannot change it.
+[[nodiscard, gnu::always_inline]] constexpr inline float to_float(fp16 x) {
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
-  std::uint32_t exponent = (x.bits >> 10) & 0x1fu;
-  std::uint32_t mantissa = x.bits & 0x3ffu;
-  if (exponent == 0x1f) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
-  if (exponent == 0) {
-    if (mantissa == 0) return std::bit_cast<float>(sign);
-    exponent = 1;
-    while ((mantissa & 0x400u) == 0) mantissa <<= 1, --exponent;  // wraps below zero; the sum below is exact
-    mantissa &= 0x3ffu;
-  }
-  return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+  const std::uint32_t magnitude = x.bits & 0x7fffu;
+  const std::uint32_t shifted = magnitude << 13;
+  // The exponent moves by 127 - 15; from infinity and NaN, by as much again.
+  const std::uint32_t normal = shifted + (magnitude < 0x7c00u ? 112u << 23 : 224u << 23);
+  // A denormal's mantissa is put behind the leading one of 2^-14, which is then taken off again: exact.
+  constexpr std::uint32_t smallest_normal = 113u << 23;
+  const float denormal = std::bit_cast<float>(shifted + smallest_normal) - std::bit_cast<float>(smallest_normal);
+  return std::bit_cast<float>(dtype_detail::select(magnitude < 0x400u, std::bit_cast<std::uint32_t>(denormal), normal) |
+                              sign);
 }
 
 template <class T>
 [[nodiscard]] constexpr T from_float(float x) = delete;
 
 template <>
-[[nodiscard]] constexpr float from_float<float>(float x) {
+[[nodiscard, gnu::always_inline]] constexpr inline float from_float<float>(float x) {
   return canonical(x);
 }
 
 /// Round to nearest, ties to even; NaN becomes 0x7fff.
 template <>
-[[nodiscard]] constexpr bf16 from_float<bf16>(float x) {
+[[nodiscard, gnu::always_inline]] constexpr inline bf16 from_float<bf16>(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{canonical_nan_bits_16};
   return bf16{static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
@@ -86,25 +98,18 @@ template <>
 
 /// Round to nearest, ties to even; overflow becomes infinity, NaN becomes 0x7fff.
 template <>
-[[nodiscard]] constexpr fp16 from_float<fp16>(float x) {
+[[nodiscard, gnu::always_inline]] constexpr inline fp16 from_float<fp16>(float x) {
+  using dtype_detail::select;
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return fp16{canonical_nan_bits_16};
-  if (magnitude >= 0x477ff000u) return fp16{static_cast<std::uint16_t>(sign | 0x7c00u)};  // 65520 and above
-  if (magnitude >= 0x38800000u) {                                                     // normal in fp16
-    const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
-    return fp16{static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
-  }
-  const std::uint32_t exponent = magnitude >> 23;
-  if (exponent < 102) return fp16{static_cast<std::uint16_t>(sign)};  // below half the smallest denormal
-  const std::uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-  const std::uint32_t shift = 126 - exponent;  // 14..24
-  const std::uint32_t half = 1u << (shift - 1);
-  const std::uint32_t rest = mantissa & ((1u << shift) - 1);
-  std::uint32_t result = mantissa >> shift;
-  if (rest > half || (rest == half && (result & 1u))) ++result;
-  return fp16{static_cast<std::uint16_t>(sign | result)};
+  const std::uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+  // Below 2^-14: one unit of 0.5's mantissa is fp16's smallest denormal, so this addition does the rounding.
+  const bool is_small = magnitude < 0x38800000u;
+  const float rounded = std::bit_cast<float>(select(is_small, magnitude, 0)) + 0.5f;
+  const std::uint32_t finite = select(is_small, std::bit_cast<std::uint32_t>(rounded) - 0x3f000000u, normal);
+  const std::uint32_t bounded = select(magnitude >= 0x477ff000u, 0x7c00u, finite);  // 65520 and above
+  return fp16{static_cast<std::uint16_t>(select(magnitude > 0x7f800000u, canonical_nan_bits_16, bounded | sign))};
 }
 
 /// The `DType` of an element type.

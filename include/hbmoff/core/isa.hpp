@@ -26,4 +26,8 @@ struct Avx2Isa {};
 #endif
 }
 
+/// Which instruction set the host loops run with here: "avx2+fma" or "scalar". Scalar loops are ten times slower and more
+/// where the translation unit's own target has no fma instruction; a trainer may want to say so.
+[[nodiscard]] inline const char* host_isa_name() { return runs_here(Avx2Isa{}) ? "avx2+fma" : "scalar"; }
+
 }  // namespace hbmoff
