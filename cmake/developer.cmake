@@ -14,3 +14,6 @@ target_compile_options(hbmoff_developer INTERFACE -Wall -Wextra -Wconversion)
 target_link_libraries(hbmoff_developer INTERFACE hbmoff)
 
 option(HBMOFF_CHECKS "Add the tests that read or compile sources: headers, layering, compile-fail, consumers, format" ON)
+if(HBMOFF_TESTS)
+  find_package(fmt REQUIRED)  # here, in the scope that hbmoff::fmt was made in
+endif()
