@@ -60,6 +60,10 @@ void* mmap(void* address, std::size_t size, int protection, int flags, int file,
 using namespace hbmoff;
 using namespace std::chrono_literals;
 
+using Stream = HostDevice::Stream;
+using StreamRef = HostDevice::StreamRef;
+using Event = HostDevice::Event;
+
 TEST_CASE("the counter counts") {
   REQUIRE(hooked != 0);
   const std::uint64_t before = allocations;
@@ -83,18 +87,18 @@ TEST_CASE("no call but create_* and allocate_* takes memory, on any thread") {
                        .ring_capacity = 8,
                        .host_to_device = {.gigabytes_per_second = 100},
                        .debug_protection = protection}};
-    const HostDevice::Stream a = device.create_stream(), b = device.create_stream();
-    std::optional<HostDevice::Stream> gone = device.create_stream();
-    const HostDevice::Event timed = device.create_event(EventTiming::timed), event = device.create_event();
-    std::optional<HostDevice::Event> gone_too = device.create_event();
+    const Stream a = device.create_stream(), b = device.create_stream();
+    std::optional<Stream> gone = device.create_stream();
+    const Event timed = device.create_event(EventTiming::timed), event = device.create_event();
+    std::optional<Event> gone_too = device.create_event();
     const auto hbm = device.allocate_device(3_MiB);
     const auto host = device.allocate_pinned(3_MiB), given_back = device.allocate_pinned(4_KiB);
     std::uint64_t ran = 0, queried = 0;
 
     // Threads have started: a sanitizer takes memory there.
-    for (const HostDevice::Stream* stream : {&a, &b, &*gone}) {
-      device.host_func(*stream, [] {});
-      device.synchronize(*stream);
+    for (const StreamRef stream : {StreamRef{a}, StreamRef{b}, StreamRef{*gone}}) {
+      device.host_func(stream, [] {});
+      device.synchronize(stream);
     }
 
     const std::uint64_t before = allocations;
