@@ -196,6 +196,8 @@ TEST_CASE("finite exactly when every element is") {
     for (const std::uint32_t nan : {0x7fc00000u, 0xffc00000u, 0x7f800001u, 0xffffffffu}) {
       g[at] = std::bit_cast<float>(nan);
       REQUIRE(bits(sum_of_squares(g.data(), count)) == 0x7fffffffffffffffu);
+      const std::uint64_t leaf = at / norm_leaf * norm_leaf;
+      REQUIRE(bits(leaf_sum_of_squares(g.data() + leaf, at - leaf + 1)) == 0x7fffffffffffffffu);
       // Beside an infinity as well.
       const std::uint64_t other = (at + 1) % count;
       const float also_kept = g[other];
