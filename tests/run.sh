@@ -91,7 +91,7 @@ fi
 # build PRESET: false when the tests cannot be run.
 build() {
   local start=$SECONDS
-  if cmake --preset "$1" && cmake --build --preset "$1"; then
+  if cmake --preset "$1" && cmake --build --preset "$1" -- -k 0; then
     pass "build $1 ($((SECONDS - start)) s)"
   else
     fail "build $1"
