@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 
 #include "hbmoff/core/dtype.hpp"
 #include "hbmoff/core/isa.hpp"
@@ -39,6 +40,7 @@ template <class G>
 std::vector<G> gradient(std::uint64_t count, std::uint64_t seed) {
   Random random{seed};
   std::vector<G> g;
+  g.reserve(count);
   for (std::uint64_t i = 0; i < count; ++i) g.push_back(from_float<G>(random.spread()));
   return g;
 }
@@ -220,4 +222,20 @@ TEST_CASE("the largest fp16 and bf16 values") {
   CHECK(sum_of_squares(infinite.data(), 1) == std::numeric_limits<double>::infinity());
   const std::vector<bf16> nan(1, bf16{0xff81});
   CHECK(bits(sum_of_squares(nan.data(), 1)) == 0x7fffffffffffffffu);
+}
+
+TEST_SUITE("nightly") {
+  TEST_CASE("indices past 2^31") {
+    // Pages that are only read all share one page of zeros: this takes no memory to speak of.
+    const std::uint64_t count = (std::uint64_t{1} << 31) + 4099;
+    void* memory =
+        mmap(nullptr, count * sizeof(bf16), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    REQUIRE(memory != MAP_FAILED);
+    bf16* g = static_cast<bf16*>(memory);
+    g[3] = from_float<bf16>(2.0f);
+    g[std::uint64_t{1} << 31] = from_float<bf16>(3.0f);
+    g[count - 1] = from_float<bf16>(-4.0f);
+    CHECK(sum_of_squares(g, count) == 4 + 9 + 16);
+    CHECK(munmap(memory, count * sizeof(bf16)) == 0);
+  }
 }
