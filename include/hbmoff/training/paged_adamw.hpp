@@ -152,6 +152,7 @@ class PagedAdamW {
     if (by_name_.contains(info.name)) throw InvalidArgument{"tensor " + info.name + " is added twice"};
 
     for (std::uint32_t t = 0; t < tensors_.size() && info.count != 0; ++t) {
+      if (infos_[t].count == 0) continue;  // overlaps nothing, wherever it lies
       const auto* theirs = static_cast<const std::byte*>(tensors_[t].weight);
       const auto* ours = reinterpret_cast<const std::byte*>(weight.data());
       if (ours >= theirs + infos_[t].bytes().count() || theirs >= ours + info.bytes().count()) continue;
@@ -676,11 +677,13 @@ class PagedAdamW {
     }
   }
 
-  // Device memory is reached through a piece of pinned memory that is taken for the time of the call.
+  // Device memory is reached through a piece of pinned memory that is taken for the time of the call. What the control
+  // stream still does to that piece (as a block freed before) comes first: the host writes it without being on a stream.
   template <class F>
   void through_staging(std::uint64_t offset, std::uint64_t bytes, F&& f) {
     const std::uint64_t piece = std::min<std::uint64_t>(bytes, std::uint64_t{1} << 16);
     auto staging = host_->allocate(Bytes{piece}, "adamw staging", Role::workspace, control_);
+    device().synchronize(StreamRef{control_});
     for (std::uint64_t done = 0; done < bytes; done += piece) {
       const std::uint64_t n = (std::min)(piece, bytes - done);
       f(staging.bytes().subspan(0, n), offset + done, n);
