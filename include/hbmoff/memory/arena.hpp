@@ -46,8 +46,8 @@ struct ArenaUsage {
 /// (weights, gradient, both moments) and that start an exact multiple of 256 MiB apart more than halve the bandwidth
 /// of a CPU Adam (26 against 55 GB/s on a Zen 4; 128 MiB already costs a third), because their lines compete for the
 /// same cache sets and memory banks; 4160 bytes of stagger restore it. So each such block is followed by 4352 bytes
-/// (4160 rounded up to 4096 + 256), which moves the next one. Where that would bring the next block within 4352 bytes of
-/// a multiple of 1 MiB instead, three times as much follows: neighbours are never nearly a multiple of 1 MiB apart.
+/// (4160 rounded up to 4096 + 256), which moves the next one. Where that would bring the next block within 4352 bytes
+/// of a multiple of 1 MiB instead, three times as much follows: neighbours are never nearly a multiple of 1 MiB apart.
 [[nodiscard]] constexpr Bytes arena_footprint(Bytes bytes) {
   constexpr std::uint64_t coloured_from = std::uint64_t{1} << 20, period = std::uint64_t{1} << 20, stagger = 4096 + 256;
   std::uint64_t size = round_up(bytes.count(), BlockAllocator::alignment.count());
@@ -194,12 +194,13 @@ class Arena {
   }
 
   /// A buffer of `bytes` for work put on `stream` from now on, aligned to 256 bytes. `name` and `role` serve errors
-  /// and accounting. A buffer of 0 bytes takes no memory. Does not wait on the host. Throws `OutOfMemory`, which says who holds
-  /// the memory, or the device's error; the arena then holds what it held.
+  /// and accounting. A buffer of 0 bytes takes no memory. Does not wait on the host. Throws `OutOfMemory`, which says
+  /// who holds the memory, or the device's error; no buffer is lost then.
   [[nodiscard]] Buffer allocate(Bytes bytes, std::string_view name, Role role, StreamRef stream,
                                 std::source_location at = std::source_location::current()) {
     std::optional<Buffer> buffer = try_allocate(bytes, name, role, stream, at);
-    if (!buffer) [[unlikely]] throw OutOfMemory{why_full(bytes, name)};
+    if (!buffer) [[unlikely]]
+      throw OutOfMemory{why_full(bytes, name)};
     return std::move(*buffer);
   }
 
@@ -215,8 +216,11 @@ class Arena {
   }
 
   [[nodiscard]] ArenaUsage usage() const noexcept {
-    ArenaUsage usage{.capacity = blocks_.capacity(), .used = blocks_.capacity() - blocks_.free_bytes(),
-                     .high_water = high_water_, .free = blocks_.free_bytes(), .largest_free = blocks_.largest_free()};
+    ArenaUsage usage{.capacity = blocks_.capacity(),
+                     .used = blocks_.capacity() - blocks_.free_bytes(),
+                     .high_water = high_water_,
+                     .free = blocks_.free_bytes(),
+                     .largest_free = blocks_.largest_free()};
     std::copy(std::begin(by_role_), std::end(by_role_), std::begin(usage.by_role));
     return usage;
   }
@@ -267,7 +271,7 @@ class Arena {
   struct Slot {
     BlockAllocator::BlockId block = BlockAllocator::no_block;
     std::uint32_t next = no_slot;  // in a bucket of kept blocks, among the orphans, or among the spare slots
-    Bytes size;                    // as asked for
+    Bytes size;  // as asked for
     std::optional<StreamRef> orphan_of;
     Role role = Role::other;
     bool alive = false;
@@ -287,11 +291,11 @@ class Arena {
 
     typename D::Event event;
     std::optional<StreamRef> stream;
-    std::uint64_t frees = 0;       // records of `event` so far
-    std::uint64_t pooled = 0;      // what `frees` was when its blocks last joined the pool
+    std::uint64_t frees = 0;  // records of `event` so far
+    std::uint64_t pooled = 0;  // what `frees` was when its blocks last joined the pool
     std::uint64_t seen_joins = 0;  // what `joins_` was when the stream was last ordered behind the pool
-    std::uint32_t kept = 0;        // blocks in its buckets
-    bool unrecorded = false;       // a kept block was freed without a record: none may join the pool before one
+    std::uint32_t kept = 0;  // blocks in its buckets
+    bool unrecorded = false;  // a kept block was freed without a record: none may join the pool before one
   };
 
   Arena(D& device, Reservation reservation, ArenaOptions options, std::source_location at)
@@ -505,7 +509,8 @@ class Arena {
     slots_[slot].block = BlockAllocator::no_block;
     slots_[slot].next = std::exchange(spare_slots_, slot);
   }
-  void occupy(std::uint32_t slot, BlockAllocator::BlockId block, Bytes size, std::string_view name, Role role) noexcept {
+  void occupy(std::uint32_t slot, BlockAllocator::BlockId block, Bytes size, std::string_view name,
+              Role role) noexcept {
     Slot& taken = slots_[slot];
     taken.block = block;
     taken.size = size;
@@ -554,14 +559,14 @@ class Arena {
   BlockAllocator blocks_;
   Bytes high_water_;
   Bytes by_role_[role_count] = {};
-  std::uint64_t joins_ = 0;                // how often blocks joined the pool from a list
+  std::uint64_t joins_ = 0;  // how often blocks joined the pool from a list
   std::uint64_t failed_frees_ = 0;
-  std::uint32_t next_list_ = 0;            // the list that the next new stream takes
+  std::uint32_t next_list_ = 0;  // the list that the next new stream takes
   std::uint32_t spare_slots_ = no_slot;
-  std::uint32_t orphans_ = no_slot;        // blocks whose free failed when their stream had no list
+  std::uint32_t orphans_ = no_slot;  // blocks whose free failed when their stream had no list
   std::vector<Slot> slots_;
-  std::vector<std::uint32_t> kept_;        // per list, buckets of kept blocks by footprint
-  std::vector<std::uint64_t> ordered_;     // [consumer][producer]: how many frees of the producer it is ordered behind
+  std::vector<std::uint32_t> kept_;  // per list, buckets of kept blocks by footprint
+  std::vector<std::uint64_t> ordered_;  // [consumer][producer]: how many frees of the producer it is ordered behind
   std::vector<StreamList> lists_;
 };
 

@@ -81,7 +81,7 @@ inline std::uint64_t read_number(const std::string& path, std::string_view key, 
         const std::uint64_t cache = detail::read_number(group + "/memory.stat", layout.active, 1, 0) +
                                     detail::read_number(group + "/memory.stat", layout.inactive, 1, 0);
         const std::uint64_t held = used > cache ? used - cache : 0;
-        tighten(most > held ? most - held : 0, "the memory limit of this process's cgroup (" + group + layout.limit + ")");
+        tighten(most > held ? most - held : 0, "the memory limit of this process's cgroup, " + group + layout.limit);
       }
       if (path.empty()) break;
       path.erase(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
@@ -96,8 +96,8 @@ template <Device D>
 class PinnedHostArena : public Arena<D, PinnedSpace> {
  public:
   /// Reserves `capacity` bytes. Checks first that the machine's free RAM and the process's cgroup allow it: pinned
-  /// memory cannot be swapped, and a machine that runs out kills processes. (Not on a device that touches no memory.) Throws
-  /// `OutOfMemory`, which names the limit and what to raise.
+  /// memory cannot be swapped, and a machine that runs out kills processes. (Not on a device that touches no memory.)
+  /// Throws `OutOfMemory`, which names the limit and what to raise.
   explicit PinnedHostArena(D& device, Bytes capacity, ArenaOptions options = {},
                            std::source_location at = std::source_location::current())
       : Arena<D, PinnedSpace>{device, affordable(device, capacity), options, at} {}
