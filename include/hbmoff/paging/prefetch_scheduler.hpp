@@ -236,6 +236,7 @@ class PrefetchScheduler {
     make_up(at);
     reserve();
     give_up_kept(at);
+    for (Page& page : pages_) page.discarded = false;
     plan_ = &plans_.at(static_cast<std::uint32_t>(plan));
     cursor_ = 0;
   }
@@ -287,6 +288,7 @@ class PrefetchScheduler {
 
       Slot<D>& slot = *p.slot;
       slot.leased = true;
+      p.discarded = false;
       slot.generation = generation(p);
       slot.next_use = plan_->next_use[cursor_];
       slot.fate = plan_->keep[cursor_]                     ? SlotFate::retain
@@ -343,6 +345,7 @@ class PrefetchScheduler {
     std::string label;
     bool transient;
     bool filled_ahead = false;  ///< its fill was issued by an earlier lease
+    bool discarded = false;     ///< what it was leased to be written with was given up, so nobody will read it
     Slot<D>* slot = nullptr;  ///< the slot it is in or on its way to
     std::uint64_t limit = ~std::uint64_t{0};
     std::vector<Range> in = {};  ///< copies of a fill
@@ -514,7 +517,7 @@ class PrefetchScheduler {
     if (client_.held == 0) return;
     for (Page& page : pages_) {
       if (page.slot == nullptr || page.slot->permanent || page.slot->leased || page.slot->unrecorded) continue;
-      if (page.transient) page.slot->dirty = false;
+      if (page.transient) page.slot->dirty = false;  // nobody will read it
       give_up(page, at);
     }
   }
@@ -574,6 +577,7 @@ class PrefetchScheduler {
         page.filled_ahead = true;
         continue;
       }
+      if (page.transient && page.discarded) continue;
       if (!reads(step.access) || page.in.empty()) {
         ++spoken_for;
         continue;
@@ -677,6 +681,7 @@ class PrefetchScheduler {
       unsettled_ = true;
       return;
     } else if (for_writing) {
+      page_in(slot).discarded = true;
       slot.valid = slot.dirty = false;
       slot.fate = SlotFate::release;
     }
