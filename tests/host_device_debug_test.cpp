@@ -11,6 +11,7 @@
 #include <limits>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -236,6 +237,28 @@ TEST_CASE("stream work keeps denormals and rounds to nearest, whatever the proce
   }
 }
 #endif
+
+TEST_CASE("no thread to be had is a failed call") {
+  if (detail::sanitizer_watches()) return;  // their runtimes end the program where they get no memory themselves
+  const Outcome outcome = in_child([] {
+    HostDevice device{{.ring_capacity = 1}};
+    std::vector<Stream> streams;
+    streams.reserve(100);
+    {
+      const std::vector<std::byte> heap(100'000);
+    }  // free again, for what the calls below take
+    const rlimit no_more_memory{1, 1};  // so no stacks for threads, once those of threads that ended are in use
+    ::setrlimit(RLIMIT_AS, &no_more_memory);
+    try {
+      for (int i = 0; i < 100; ++i) streams.push_back(device.create_stream());
+    } catch (const DeviceError& error) {
+      device.synchronize(streams.front());
+      if (error.kind() == DeviceError::Kind::call_failed && error.api() == "create_stream") return;
+    }
+    ::_exit(9);
+  });
+  CHECK(outcome == Outcome::returned);
+}
 
 TEST_CASE("a device that goes before its streams ends the program, rather than leave them dangling") {
   const Outcome outcome = in_child([] {

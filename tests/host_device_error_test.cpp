@@ -95,9 +95,14 @@ TEST_CASE("what work throws surfaces at every later call, names the work, and st
 
 TEST_CASE("a host function and an unnamed exception lose the context as well") {
   HostDevice device;
+  const Event event = device.create_event();
   const Stream stream = device.create_stream();
+  Gate gate;
+  device.enqueue(stream, gate.pass());
   device.host_func(stream, [] { throw 7; });
-  const auto error = thrown_by<DeviceError>([&] { device.synchronize(stream); });
+  device.record(event, stream);
+  gate.open();
+  const auto error = thrown_by<DeviceError>([&] { device.synchronize(event); });
   REQUIRE(error);
   const std::string message = error->what();
   CHECK(message.find("'host_func'") != std::string::npos);
@@ -232,6 +237,18 @@ TEST_CASE("a failed call has no effect and leaves the device usable, whichever c
   CHECK(ran == 0);
   device.free_device(hbm);
   device.free_pinned(host);
+}
+
+TEST_CASE("a stream that the system cannot give is a failed call, and the device stays usable") {
+  HostDevice device{{.hbm_capacity = 1_MiB, .ring_capacity = std::uint64_t{1} << 60}};
+  for (int i = 0; i < 2; ++i) {
+    const auto error = thrown_by<DeviceError>([&] { const Stream stream = device.create_stream(); });
+    REQUIRE(error);
+    CHECK(error->kind() == DeviceError::Kind::call_failed);
+    CHECK(error->api() == "create_stream");
+  }
+  const Event event = device.create_event();
+  CHECK(device.query(event));
 }
 
 TEST_CASE("fail_call counts calls from now on and can be called off") {

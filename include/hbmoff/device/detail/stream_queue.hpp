@@ -35,8 +35,8 @@ class StreamQueue {
   static constexpr std::size_t payload_bytes = 448;
   static constexpr std::size_t payload_alignment = 64;
 
-  /// `capacity` > 0.
-  explicit StreamQueue(std::uint64_t capacity) : capacity_{capacity}, slots_{new Slot[capacity]} {}
+  /// `capacity` > 0. std::bad_alloc when there is no memory for as many.
+  explicit StreamQueue(std::uint64_t capacity) : capacity_{capacity}, slots_{make_slots(capacity)} {}
   StreamQueue(const StreamQueue&) = delete;
   StreamQueue& operator=(const StreamQueue&) = delete;
 
@@ -127,6 +127,12 @@ class StreamQueue {
     std::atomic<TimePoint> ended{};
     alignas(payload_alignment) std::byte payload[payload_bytes];
   };
+
+  static std::unique_ptr<Slot[]> make_slots(std::uint64_t count) {
+    // Tested here: an array too large to count reaches aligned operator new of some libraries as a small one.
+    if (count > static_cast<std::uint64_t>(PTRDIFF_MAX) / sizeof(Slot)) throw std::bad_array_new_length{};
+    return std::unique_ptr<Slot[]>{new Slot[count]};
+  }
 
   [[nodiscard]] Slot& slot_of(std::uint64_t ticket) const noexcept { return slots_[ticket % capacity_]; }
 
