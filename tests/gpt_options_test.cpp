@@ -200,7 +200,7 @@ TEST_CASE("bad options are refused by name, in one line") {
   CHECK(names(refusal({"--nonsense", "1"}), "--nonsense"));
   CHECK(names(refusal({"stray"}), "stray"));
   CHECK(names(refusal({"--layers"}), "--layers"));
-  CHECK(names(refusal({"--layers", "2", "--layers", "3"}), "--layers"));
+  CHECK(checked({"--layers", "2", "--layers", "3"}).layers == 3);  // the last one counts
   CHECK(names(refusal({"--channels", "10", "--heads", "4"}), "--heads: 4 does not divide --channels 10"));
   for (const char* name : {"--layers", "--channels", "--heads", "--context", "--batch", "--micro-batches", "--steps",
                            "--decay-steps", "--vocab", "--threads", "--depth", "--page", "--hbm", "--eval-batches"}) {
@@ -236,6 +236,13 @@ TEST_CASE("sizes whose product overflows are refused") {
   CHECK(names(refusal({"--layers", "1048576", "--channels", "1048576", "--heads", "1"}), "4 EiB"));
   CHECK(names(refusal({"--context", "1048576", "--batch", "1048576", "--layers", "1048576"}), "4 EiB"));
   CHECK(refusal({"--layers", "126", "--channels", "16384", "--heads", "128", "--context", "8192"}) == "");
+}
+
+TEST_CASE("a page is neither smaller than its parts nor so small that pages are without number") {
+  CHECK(refusal({"--page", "1KiB"}) == "");
+  CHECK(names(refusal({"--page", "1023"}), "--page: 1023 is less than 1KiB"));
+  CHECK(names(refusal({"--page", "1KiB", "--model", "gpt2-xl"}), "--page: 1KiB would cut"));
+  CHECK(refusal({"--page", "64KiB", "--model", "gpt2-xl"}) == "");
 }
 
 TEST_CASE("data is needed, except when resuming") {

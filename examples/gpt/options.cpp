@@ -35,6 +35,8 @@ constexpr Preset presets[] = {{"gpt2", 12, 768, 12, 6e-4},
 constexpr std::uint64_t gpt2_vocab = 50257, gpt2_context = 1024;
 
 constexpr std::uint64_t largest_dimension = 1u << 20;
+constexpr Bytes least_page{1024};
+constexpr double most_pages = 1 << 22;  // each takes some 100 bytes of bookkeeping
 constexpr std::uint64_t largest_count = std::uint64_t{1} << 40;  // steps, tokens to sample
 
 [[noreturn]] void refuse(std::string_view option, std::string_view text, const std::string& expected) {
@@ -263,7 +265,11 @@ std::optional<Options> parse_options(int argc, const char* const* argv, std::ost
                                         std::to_string(hbmoff::version_minor) + "." +
                                         std::to_string(hbmoff::version_patch));
   std::vector<Flag> flags = make_flags();
-  for (Flag& flag : flags) app.add_option(flag.name, flag.text, flag.help)->type_name(flag.value);
+  for (Flag& flag : flags) {
+    app.add_option(flag.name, flag.text, flag.help)
+        ->type_name(flag.value)
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  }
 
   try {
     app.parse(argc, argv);
@@ -358,6 +364,10 @@ void check(const Options& options) {
   at_most_layers("--recompute", options.recompute);
   if (options.save_every != 0 && options.save.empty()) throw BadInput{"--save-every needs --save"};
 
+  if (options.page < least_page) {
+    throw BadInput{"--page: " + format_bytes(options.page) + " is less than " + format_bytes(least_page)};
+  }
+
   // Rough and on the large side, in double, where nothing wraps around.
   const double channels = static_cast<double>(options.channels), layers = static_cast<double>(options.layers);
   const double context = static_cast<double>(options.context), vocab = static_cast<double>(options.vocab);
@@ -367,6 +377,10 @@ void check(const Options& options) {
       rows * (layers * (24 * channels + 2 * static_cast<double>(options.heads) * context) + 3 * vocab + 24 * channels);
   if (16 * (parameters + activations) > 0x1p62) {
     throw BadInput{"a model of this size (--layers, --channels, --context, --batch) would take more than 4 EiB"};
+  }
+  if (12 * parameters / static_cast<double>(options.page.count()) > most_pages) {
+    throw BadInput{"--page: " + format_bytes(options.page) + " would cut this model's optimizer state into more than " +
+                   std::to_string(static_cast<std::uint64_t>(most_pages)) + " pages"};
   }
 }
 

@@ -88,7 +88,8 @@ void adopt_saved(Options& options, const nlohmann::json& saved, std::uint64_t de
 
 /// Checks that the options fit together; `vocab` must be known. After this no product of sizes that a model of this
 /// shape needs (parameters, activations, times 16 bytes) exceeds 2^62.
-/// \throws BadInput heads not dividing channels, sizes whose product overflows, `--save-every` without `--save`, ...
+/// \throws BadInput heads not dividing channels, sizes whose product overflows, a page that is too small, `--save-every`
+///         without `--save`, ...
 void check(const Options& options);
 
 /// "64KiB", "1.5GiB", "4096", "4096B" (units B, KiB, MiB, GiB, TiB; binary). Exact: a fraction must come to whole
