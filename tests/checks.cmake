@@ -15,6 +15,9 @@ endfunction()
 hbmoff_add_check(layering check ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py ${hbmoff_include})
 hbmoff_add_check(layering.reports_violations check ${CMAKE_CURRENT_SOURCE_DIR}/checks/layering.py --self-check)
 
+hbmoff_add_check(instantiated check ${CMAKE_CURRENT_SOURCE_DIR}/checks/instantiated.py
+  ${hbmoff_include} ${CMAKE_CURRENT_SOURCE_DIR}/instantiation_test.cpp)
+
 file(GLOB_RECURSE example_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/examples/*.cpp ${PROJECT_SOURCE_DIR}/examples/*.hpp)
 hbmoff_add_check(readme check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme.py ${PROJECT_SOURCE_DIR}/README.md ${example_sources})
 
