@@ -140,8 +140,9 @@ class PrefetchScheduler {
       end = (std::max)(end, part.slot_offset + part.bytes.count());
     }
     if ((std::max)(end, spec.slot_bytes.count()) > slot_bytes_.count()) {
-      throw InvalidArgument{"page " + page.label + " needs " + std::to_string((std::max)(end, spec.slot_bytes.count())) +
-                            " bytes, a slot has " + std::to_string(slot_bytes_.count())};
+      throw InvalidArgument{"page " + page.label + " needs " +
+                            std::to_string((std::max)(end, spec.slot_bytes.count())) + " bytes, a slot has " +
+                            std::to_string(slot_bytes_.count())};
     }
     for (const PagePart<D>& part : spec.parts) {
       attach(*part.home);
@@ -276,11 +277,10 @@ class PrefetchScheduler {
       }
       const Access access = plan_->steps[cursor_].access;
       if (p.slot != nullptr && p.slot->leased) throw InvalidArgument{"page " + p.label + " is leased already"};
-      const bool hit = p.slot != nullptr && p.slot->valid && !p.filled_ahead;
+      const bool hit = p.slot != nullptr && p.slot->valid && !p.filled;
       if (p.slot == nullptr) assign(p, take_slot(p, at), page);
       drop_if_stale(p);
       if (reads(access) && !p.slot->valid) fill(p, *p.slot, at);
-      if (hit) ++stats_.hits;
       fill_ahead(at);
       observer_.begin(Activity::stall, stream);
       p.slot->order_before(device(), stream, at);
@@ -294,7 +294,8 @@ class PrefetchScheduler {
       slot.fate = plan_->keep[cursor_]                     ? SlotFate::retain
                   : slot.next_use != never || !p.transient ? SlotFate::write_back
                                                            : SlotFate::release;
-      p.filled_ahead = false;
+      p.filled = false;
+      if (hit) ++stats_.hits;
       ++cursor_;
       return LeaseType{*this, &slot, slot.memory().subspan(0, slot_bytes_.count()), access, hit, stream};
     }
@@ -344,8 +345,8 @@ class PrefetchScheduler {
   struct Page {
     std::string label;
     bool transient;
-    bool filled_ahead = false;  ///< its fill was issued by an earlier lease
-    bool discarded = false;     ///< what it was leased to be written with was given up, so nobody will read it
+    bool filled = false;  ///< its content came by a fill since its last lease, and not from that lease
+    bool discarded = false;  ///< what it was leased to be written with was given up, so nobody will read it
     Slot<D>* slot = nullptr;  ///< the slot it is in or on its way to
     std::uint64_t limit = ~std::uint64_t{0};
     std::vector<Range> in = {};  ///< copies of a fill
@@ -449,7 +450,7 @@ class PrefetchScheduler {
     slot.generation = generation(page);
     slot.fate = SlotFate::retain;
     page.slot = &slot;
-    page.filled_ahead = false;
+    page.filled = false;
   }
 
   Slot<D>* try_take() { return client_.held < depth() ? pool_->try_take(client_) : nullptr; }
@@ -530,6 +531,7 @@ class PrefetchScheduler {
   }
 
   void fill(Page& page, Slot<D>& slot, std::source_location at) {
+    page.filled = true;  // before anything can fail: a second attempt at the lease must not take it for a hit
     WaitSet<D> waits;
     if (slot.last_copy.valid()) {
       waits.add(slot.last_copy);
@@ -574,7 +576,6 @@ class PrefetchScheduler {
         drop_if_stale(page);
         if (page.slot->valid || !reads(step.access)) continue;
         fill(page, *page.slot, at);  // assigned by a call that failed before its fill
-        page.filled_ahead = true;
         continue;
       }
       if (page.transient && page.discarded) continue;
@@ -586,7 +587,6 @@ class PrefetchScheduler {
       assign(page, *try_take(), step.page);
       page.slot->next_use = i;
       fill(page, *page.slot, at);
-      page.filled_ahead = true;
     }
   }
 
@@ -622,7 +622,7 @@ class PrefetchScheduler {
     if (slot.dirty && slot.fate == SlotFate::write_back) write_back(page, slot, at);
     if (options_.fill_evicted) poison(slot, at);
     page.slot = nullptr;
-    page.filled_ahead = false;
+    page.filled = false;
     pool_->give_back(client_, slot);
   }
 

@@ -48,9 +48,22 @@ class ActivationStore {
  public:
   using StreamRef = typename D::StreamRef;
 
-  /// A layer's bundle in HBM, from `save` (to write) or `restore` (to read). Move-only.
+  /// A layer's bundle in HBM, from `save` (to write) or `restore` (to read). Move-only; a moved-from one is empty.
   class SavedBundle {
    public:
+    SavedBundle(SavedBundle&& other) noexcept
+        : placement_{other.placement_}, saved_rows_{std::exchange(other.saved_rows_, nullptr)}, rows_{other.rows_},
+          saving_{other.saving_}, kept_{std::move(other.kept_)}, paged_{std::move(other.paged_)} {}
+    SavedBundle& operator=(SavedBundle&& other) noexcept {
+      placement_ = other.placement_;
+      saved_rows_ = this == &other ? saved_rows_ : std::exchange(other.saved_rows_, nullptr);
+      rows_ = other.rows_;
+      saving_ = other.saving_;
+      kept_ = std::move(other.kept_);
+      paged_ = std::move(other.paged_);
+      return *this;
+    }
+
     /// Tensor `i` of the layout, for as many rows as were saved. T must be its element type.
     template <class T>
     [[nodiscard]] device_span<T> tensor(std::uint32_t i) const {
@@ -92,19 +105,24 @@ class ActivationStore {
     }
 
     /// After `save`: what was written is good; it leaves for its home behind the work on the stream. After `restore`:
-    /// done with it (as the destructor says as well). Does not block.
+    /// done with it (as the destructor says as well). Does not block. Throws InvalidArgument when it has ended; a commit
+    /// that a failed device call cut short is made again.
     void commit(std::source_location at = std::source_location::current()) {
-      if (saving_) *saved_rows_ = rows_;
+      if (saved_rows_ == nullptr) throw InvalidArgument{"the bundle is empty: it was moved from or has ended"};
       if (!kept_.empty()) kept_.commit(at);
       if (!paged_.empty()) paged_.commit(at);
+      std::uint64_t* saved_rows = std::exchange(saved_rows_, nullptr);
+      if (saving_) *saved_rows = rows_;
     }
 
    private:
     friend class ActivationStore;
-    const BundlePlacement* placement_ = nullptr;
-    std::uint64_t* saved_rows_ = nullptr;
-    std::uint64_t rows_ = 0;
-    bool saving_ = false;
+    SavedBundle(const BundlePlacement& placement, std::uint64_t& saved_rows, std::uint64_t rows, bool saving)
+        : placement_{&placement}, saved_rows_{&saved_rows}, rows_{rows}, saving_{saving} {}
+    const BundlePlacement* placement_;
+    std::uint64_t* saved_rows_;  // null: it has ended
+    std::uint64_t rows_;
+    bool saving_;
     Lease<Scheduler> kept_;
     Lease<Scheduler> paged_;
   };
@@ -179,17 +197,18 @@ class ActivationStore {
   [[nodiscard]] std::uint32_t layers() const { return static_cast<std::uint32_t>(layers_.size()); }
 
   /// HBM for layer `layer`'s activations of `rows` rows (all of the layout's by default), to be written by work on
-  /// `stream`. Throws InvalidArgument for a layer out of order and for more rows than the layout has.
+  /// `stream`. Throws InvalidArgument for a layer out of order, for no rows, and for more than the layout has.
   [[nodiscard]] SavedBundle save(std::uint32_t layer, StreamRef stream, std::uint64_t rows = all_rows,
                                  std::source_location at = std::source_location::current()) {
     Layer& l = layer_at(layer);
     if (rows == all_rows) rows = l.placement.rows();
-    if (rows > l.placement.rows()) {
+    if (rows == 0 || rows > l.placement.rows()) {
       throw InvalidArgument{"layer " + std::to_string(layer) + ": " + std::to_string(rows) +
                             " rows do not fit a layout of " + std::to_string(l.placement.rows())};
     }
-    l.saved_rows = 0;
-    SavedBundle bundle = open(l, rows, true);
+    SavedBundle bundle{l.placement, l.saved_rows, rows, true};
+    // First what can be taken again: the other lease moves the plan on, so no call may fail behind it.
+    if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     if constexpr (Scheduler::pages) {
       if (l.paged) {
         if (layer == *first_paged_) scheduler_->begin(*plan_, at);
@@ -197,7 +216,7 @@ class ActivationStore {
         bundle.paged_ = lease_next(layer, *l.paged, Access::write, stream, at);
       }
     }
-    if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
+    l.saved_rows = 0;
     last_stream_ = stream;
     return bundle;
   }
@@ -209,11 +228,11 @@ class ActivationStore {
     Layer& l = layer_at(layer);
     if (l.saved_rows == 0)
       throw InvalidArgument{"layer " + std::to_string(layer) + " has no saved activations to restore"};
-    SavedBundle bundle = open(l, l.saved_rows, false);
+    SavedBundle bundle{l.placement, l.saved_rows, l.saved_rows, false};
+    if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     if constexpr (Scheduler::pages) {
       if (l.paged) bundle.paged_ = lease_next(layer, *l.paged, Access::read, stream, at);
     }
-    if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     l.saved_rows = 0;
     last_stream_ = stream;
     return bundle;
@@ -234,15 +253,6 @@ class ActivationStore {
   Layer& layer_at(std::uint32_t layer) {
     if (layer >= layers_.size()) throw InvalidArgument{"there is no layer " + std::to_string(layer)};
     return layers_[layer];
-  }
-
-  static SavedBundle open(Layer& layer, std::uint64_t rows, bool saving) {
-    SavedBundle bundle;
-    bundle.placement_ = &layer.placement;
-    bundle.saved_rows_ = &layer.saved_rows;
-    bundle.rows_ = rows;
-    bundle.saving_ = saving;
-    return bundle;
   }
 
   Lease<Scheduler> lease_next(std::uint32_t layer, PageId page, Access access, StreamRef stream,
