@@ -149,7 +149,7 @@ TEST_CASE("without touching, memory is addresses only, 2^40 bytes and more") {
   const auto host = device.allocate_pinned(16_GiB);
   CHECK(hbm.size_bytes() == size);
   CHECK(device.memory_info().free == capacity - size);
-  const auto error = thrown_by<OutOfMemory>([&] { static_cast<void>(device.allocate_device(2_TiB)); });
+  const auto error = thrown_by<OutOfMemory>([&] { static_cast<void>(device.allocate_device(3_TiB)); });
   REQUIRE(error);
   CHECK(error->details().largest_free == capacity - size);
   bool kernel_ran = false, host_func_ran = false;
