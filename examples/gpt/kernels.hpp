@@ -43,7 +43,7 @@ constexpr uint64_t padded(uint64_t floats) { return (floats + 63) / 64 * 64; }
 inline float exp_nonpositive(float x) {
   x = std::max(x, -87.0f);
   const float n = static_cast<float>(static_cast<int>(x * 1.44269504f - 0.5f));  // truncation rounds x <= 0 to nearest
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;                   // ln 2 in two parts
+  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
   float p = 1.0f / 5040;
   p = p * r + 1.0f / 720;
   p = p * r + 1.0f / 120;
@@ -72,12 +72,13 @@ inline const float* as_floats(const bf16* x, uint64_t count, float* scratch) {
 /// Floats of scratch per thread that the products below need.
 template <class T>
 constexpr uint64_t product_scratch(uint64_t max_inner) {
-  const uint64_t operands = sizeof(T) == sizeof(float) ? 0 : padded(row_block * max_inner) + padded(column_block * max_inner);
+  const uint64_t operands =
+      sizeof(T) == sizeof(float) ? 0 : padded(row_block * max_inner) + padded(column_block * max_inner);
   return operands + padded(row_block * std::max(column_block, max_inner));
 }
 
-inline void gemm(CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, uint64_t m, uint64_t n, uint64_t k, const float* a, uint64_t lda,
-                 const float* b, uint64_t ldb, float beta, float* c, uint64_t ldc) {
+inline void gemm(CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, uint64_t m, uint64_t n, uint64_t k, const float* a,
+                 uint64_t lda, const float* b, uint64_t ldb, float beta, float* c, uint64_t ldc) {
   if (m == 0 || n == 0) return;
   cblas_sgemm(CblasRowMajor, ta, tb, static_cast<blasint>(m), static_cast<blasint>(n), static_cast<blasint>(k), 1.0f, a,
               static_cast<blasint>(lda), b, static_cast<blasint>(ldb), beta, c, static_cast<blasint>(ldc));
@@ -85,7 +86,8 @@ inline void gemm(CBLAS_TRANSPOSE ta, CBLAS_TRANSPOSE tb, uint64_t m, uint64_t n,
 
 /// y[n, o] = x[n, k] w[o, k]^T + bias[o]
 template <class T, class Y>
-void linear_forward(const Workers& workers, Y* y, const T* x, const T* w, const T* bias, uint64_t n, uint64_t k, uint64_t o) {
+void linear_forward(const Workers& workers, Y* y, const T* x, const T* w, const T* bias, uint64_t n, uint64_t k,
+                    uint64_t o) {
   const uint64_t row_blocks = (n + row_block - 1) / row_block, column_blocks = (o + column_block - 1) / column_block;
   workers.pool->run(row_blocks * column_blocks, [&](uint64_t block, std::uint32_t thread) {
     const uint64_t r0 = block % row_blocks * row_block, rows = std::min(row_block, n - r0);
@@ -109,16 +111,16 @@ void linear_forward(const Workers& workers, Y* y, const T* x, const T* w, const 
 
 /// dx[n, k] = dy[n, o] w[o, k], or += where `accumulate`
 template <class T>
-void linear_backward_input(const Workers& workers, float* dx, const float* dy, const T* w, uint64_t n, uint64_t k, uint64_t o,
-                           bool accumulate) {
+void linear_backward_input(const Workers& workers, float* dx, const float* dy, const T* w, uint64_t n, uint64_t k,
+                           uint64_t o, bool accumulate) {
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t thread) {
     const uint64_t r0 = block * row_block, rows = std::min(row_block, n - r0);
     float* scratch = workers.of(thread);
     for (uint64_t c0 = 0; c0 < o; c0 += column_block) {
       const uint64_t columns = std::min(column_block, o - c0);
       const float* wf = as_floats(w + c0 * k, columns * k, scratch);
-      gemm(CblasNoTrans, CblasNoTrans, rows, k, columns, dy + r0 * o + c0, o, wf, k, accumulate || c0 != 0 ? 1.0f : 0.0f,
-           dx + r0 * k, k);
+      gemm(CblasNoTrans, CblasNoTrans, rows, k, columns, dy + r0 * o + c0, o, wf, k,
+           accumulate || c0 != 0 ? 1.0f : 0.0f, dx + r0 * k, k);
     }
   });
 }
@@ -155,8 +157,8 @@ void linear_backward_weight(const Workers& workers, T* dw, T* db, const float* d
 
 /// x[i] = wte[token i] + wpe[position i]
 template <class T>
-void embedding_forward(const Workers& workers, T* x, const std::uint16_t* tokens, const T* wte, const T* wpe, uint64_t n,
-                       uint64_t context, uint64_t c) {
+void embedding_forward(const Workers& workers, T* x, const std::uint16_t* tokens, const T* wte, const T* wpe,
+                       uint64_t n, uint64_t context, uint64_t c) {
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
       const T* token = wte + tokens[i] * c;
@@ -168,8 +170,8 @@ void embedding_forward(const Workers& workers, T* x, const std::uint16_t* tokens
 
 /// Adds dx to the gradients of the tokens' and positions' rows, row after row in the order of the batch; blocks cut columns.
 template <class T>
-void embedding_backward(const Workers& workers, T* dwte, T* dwpe, const float* dx, const std::uint16_t* tokens, uint64_t n,
-                        uint64_t context, uint64_t c) {
+void embedding_backward(const Workers& workers, T* dwte, T* dwpe, const float* dx, const std::uint16_t* tokens,
+                        uint64_t n, uint64_t context, uint64_t c) {
   workers.pool->run((c + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     const uint64_t first = block * row_block, last = std::min(c, first + row_block);
     for (uint64_t i = 0; i < n; ++i) {
@@ -187,8 +189,8 @@ void embedding_backward(const Workers& workers, T* dwte, T* dwpe, const float* d
 
 /// y = (x - mean) * rstd * weight + bias, row by row; stats[i] = {mean, rstd}
 template <class T>
-void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, const T* weight, const T* bias, uint64_t n,
-                        uint64_t c) {
+void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, const T* weight, const T* bias,
+                        uint64_t n, uint64_t c) {
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
       const T* row = x + i * c;
@@ -209,8 +211,8 @@ void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, 
 
 /// With h = (x - mean) rstd and g = dy weight:  dx += rstd (g - mean(g) - h mean(g h));  dweight += dy h;  dbias += dy
 template <class T>
-void layer_norm_backward(const Workers& workers, float* dx, T* dweight, T* dbias, const float* dy, const float* stats, const T* x,
-                         const T* weight, uint64_t n, uint64_t c) {
+void layer_norm_backward(const Workers& workers, float* dx, T* dweight, T* dbias, const float* dy, const float* stats,
+                         const T* x, const T* weight, uint64_t n, uint64_t c) {
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
       const float mean = stats[2 * i], rstd = stats[2 * i + 1];
@@ -281,7 +283,8 @@ void attention_forward(const Workers& workers, T* out, float* lse, const T* qkv,
     detail::gather(k, base + c, context, 3 * c, d);
     detail::gather(v, base + 2 * c, context, 3 * c, d);
     for (uint64_t r0 = 0; r0 < context; r0 += row_block) {
-      const uint64_t rows = std::min(row_block, context - r0), columns = r0 + rows;  // what is right of the diagonal is not computed
+      const uint64_t rows = std::min(row_block, context - r0),
+                     columns = r0 + rows;  // what is right of the diagonal is not computed
       gemm(CblasNoTrans, CblasTrans, rows, columns, d, q + r0 * d, d, k, d, 0.0f, p, columns);
       for (uint64_t r = 0; r < rows; ++r) {
         float* row = p + r * columns;
@@ -305,14 +308,15 @@ void attention_forward(const Workers& workers, T* out, float* lse, const T* qkv,
 
 /// dqkv[n, 3c] from dout[n, c]. With p the probabilities: dv = p^T do; ds = p (do v^T - sum(do o)); dq = ds k scale; dk = ds^T q scale.
 template <class T>
-void attention_backward(const Workers& workers, float* dqkv, const float* dout, const T* out, const float* lse, const T* qkv,
-                        uint64_t sequences, uint64_t context, uint64_t heads, uint64_t c) {
+void attention_backward(const Workers& workers, float* dqkv, const float* dout, const T* out, const float* lse,
+                        const T* qkv, uint64_t sequences, uint64_t context, uint64_t heads, uint64_t c) {
   const uint64_t d = c / heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(d));
   workers.pool->run(sequences * heads, [&](uint64_t task, std::uint32_t thread) {
     const uint64_t first = task / heads * context, h = task % heads, piece = padded(context * d);
     float* q = workers.of(thread);
-    float *k = q + piece, *v = k + piece, *o = v + piece, *dO = o + piece, *dq = dO + piece, *dk = dq + piece, *dv = dk + piece;
+    float *k = q + piece, *v = k + piece, *o = v + piece, *dO = o + piece, *dq = dO + piece, *dk = dq + piece,
+          *dv = dk + piece;
     float *p = dv + piece, *dp = p + padded(row_block * context);
     const T* base = qkv + first * 3 * c + h * d;
     detail::gather(q, base, context, 3 * c, d, scale);
@@ -397,8 +401,8 @@ void add(const Workers& workers, T* y, const T* a, const T* b, uint64_t count) {
 
 /// Turns rows of logits[n, v] into losses[n] = -log softmax(logits)[target] and, where `dscale` is not 0, the logits into
 /// their gradient dscale (softmax - onehot). Double sums: with 50,257 terms an fp32 sum loses bits.
-inline void cross_entropy(const Workers& workers, float* logits, float* losses, const std::uint16_t* targets, uint64_t n, uint64_t v,
-                          float dscale) {
+inline void cross_entropy(const Workers& workers, float* logits, float* losses, const std::uint16_t* targets,
+                          uint64_t n, uint64_t v, float dscale) {
   workers.pool->run(n, [&](uint64_t i, std::uint32_t) {
     float* row = logits + i * v;
     float top = row[0];

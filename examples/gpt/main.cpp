@@ -9,8 +9,6 @@
 #include <memory>
 #include <optional>
 
-#include <cblas.h>
-
 #include "checkpoint_file.hpp"
 #include "data.hpp"
 #include "log.hpp"
@@ -22,7 +20,8 @@ namespace {
 std::atomic<bool> stop{false};
 
 template <class T>
-int train(const gpt::Options& options, const gpt::Dataset& data, gpt::RunLog& log, const gpt::CheckpointReader* resume) {
+int train(const gpt::Options& options, const gpt::Dataset& data, gpt::RunLog& log,
+          const gpt::CheckpointReader* resume) {
   gpt::Trainer<T> trainer{options, data, log, resume};
   log.start({{"options", gpt::saved_options(options)}, {"offload", to_string(options.offload)}});
   return trainer.run(stop);
@@ -47,8 +46,7 @@ int run(int argc, char** argv) {
   if (!options->save.empty()) gpt::check_saveable(options->save);
   gpt::RunLog log{options->log, resume != nullptr};
 
-  openblas_set_num_threads(1);  // one thread per call; the blocks are shared out by the trainer itself
-  // Without SA_RESTART and flags but one store: the step that runs is finished.
+  // The handler only says so: the step that runs is finished first.
   std::signal(SIGINT, [](int) { stop = true; });
   return options->dtype == hbmoff::DType::fp32 ? train<float>(*options, data, log, resume.get())
                                                : train<hbmoff::bf16>(*options, data, log, resume.get());

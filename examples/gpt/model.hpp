@@ -37,8 +37,19 @@ struct Parameter {
 
 /// Parameters of a layer, in the order in which they lie.
 enum LayerParameter : std::uint32_t {
-  ln_1_weight, ln_1_bias, attn_weight, attn_bias, attn_proj_weight, attn_proj_bias,
-  ln_2_weight, ln_2_bias, fc_weight, fc_bias, mlp_proj_weight, mlp_proj_bias, layer_parameters
+  ln_1_weight,
+  ln_1_bias,
+  attn_weight,
+  attn_bias,
+  attn_proj_weight,
+  attn_proj_bias,
+  ln_2_weight,
+  ln_2_bias,
+  fc_weight,
+  fc_bias,
+  mlp_proj_weight,
+  mlp_proj_bias,
+  layer_parameters
 };
 
 /// All parameters under GPT-2's names: wte, wpe, layer by layer, ln_f. Matrices are [outputs, inputs]. The head is wte.
@@ -52,7 +63,9 @@ inline std::vector<Parameter> parameters_of(const Shape& s, DType dtype) {
                     .layers = static_cast<std::int32_t>(s.layers),
                     .dtype = dtype,
                     .count = count},
-                   next, matrix, exit});
+                   next,
+                   matrix,
+                   exit});
     next = hbmoff::round_up(next + count, 128);  // 256 bytes in either type
   };
   const uint64_t c = s.channels;
@@ -60,7 +73,8 @@ inline std::vector<Parameter> parameters_of(const Shape& s, DType dtype) {
   add("wpe", -1, s.context * c, true);
   for (uint64_t l = 0; l < s.layers; ++l) {
     const auto layer = static_cast<std::int32_t>(l);
-    const std::string h = "h." + std::to_string(l) + ".";
+    std::string h = "h.";  // g++ 12 warns of "h." + std::to_string(l)
+    h += std::to_string(l) + ".";
     add(h + "ln_1.weight", layer, c, false);
     add(h + "ln_1.bias", layer, c, false);
     add(h + "attn.c_attn.weight", layer, 3 * c * c, true);
@@ -83,7 +97,20 @@ inline std::vector<Parameter> parameters_of(const Shape& s, DType dtype) {
 inline constexpr std::uint32_t first_layer_parameter = 2;
 
 /// What a layer saves for its backward. The first is its input, from which all others can be computed again.
-enum Saved : std::uint32_t { saved_input, ln_1, stats_1, qkv, lse, attention, middle, ln_2, stats_2, fc, gelu, saved_tensors };
+enum Saved : std::uint32_t {
+  saved_input,
+  ln_1,
+  stats_1,
+  qkv,
+  lse,
+  attention,
+  middle,
+  ln_2,
+  stats_2,
+  fc,
+  gelu,
+  saved_tensors
+};
 
 inline hbmoff::BundleLayout bundle_of(const Shape& s, DType dtype) {
   const uint64_t n = s.tokens(), c = s.channels;
@@ -107,8 +134,22 @@ inline hbmoff::BundleLayout bundle_of(const Shape& s, DType dtype) {
 
 /// The buffers a model takes beside its saved activations, all from one HbmArena.
 enum DeviceBuffer : std::uint32_t {
-  weights, gradients, residual, branch, final_norm, d_residual, d_branch, d_wide, final_stats, logits, losses, loss_sum,
-  tokens_in, tokens_out, scratch, device_buffers
+  weights,
+  gradients,
+  residual,
+  branch,
+  final_norm,
+  d_residual,
+  d_branch,
+  d_wide,
+  final_stats,
+  logits,
+  losses,
+  loss_sum,
+  tokens_in,
+  tokens_out,
+  scratch,
+  device_buffers
 };
 
 struct BufferSpec {
@@ -156,12 +197,15 @@ class Model {
  public:
   using Stream = HostDevice::StreamRef;
 
-  Model(HostDevice& device, hbmoff::HbmArena<HostDevice>& hbm, Store& store, Shape shape, ThreadPool& pool, Stream stream)
+  Model(HostDevice& device, hbmoff::HbmArena<HostDevice>& hbm, Store& store, Shape shape, ThreadPool& pool,
+        Stream stream)
       : device_{device}, store_{store}, shape_{shape}, parameters_{parameters_of(shape, hbmoff::dtype_of<T>)} {
     for (const BufferSpec& spec : buffers_of<T>(shape, pool.threads())) {
       buffers_.push_back(hbm.allocate(spec.bytes, spec.name, spec.role, stream));
     }
     workers_ = {&pool, floats(scratch).data(), scratch_floats<T>(shape)};
+    // One thread per call: OpenBLAS shares out a product by its number of threads, which changes bits.
+    openblas_set_num_threads(1);
   }
 
   [[nodiscard]] const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -190,9 +234,8 @@ class Model {
     }
     device_.enqueue(stream,
                     [w = workers_, dwte = gradient(0).data(), dwpe = gradient(1).data(), dx = floats(d_residual).data(),
-                     in = tokens(tokens_in).data(), s = shape_] {
-                      embedding_backward(w, dwte, dwpe, dx, in, s.tokens(), s.context, s.channels);
-                    },
+                     in = tokens(tokens_in).data(),
+                     s = shape_] { embedding_backward(w, dwte, dwpe, dx, in, s.tokens(), s.context, s.channels); },
                     {.name = "embedding backward"});
   }
 
@@ -206,11 +249,13 @@ class Model {
   void predict(uint64_t rows, Stream stream) {
     forward(rows, rows, false, stream);
     device_.enqueue(stream,
-                    [w = workers_, lnf = elements(final_norm).data(), stats = floats(final_stats).data(), x = elements(residual).data(),
-                     gain = weight(parameters_.size() - 2).data(), bias = weight(parameters_.size() - 1).data(), out = floats(logits).data(),
-                     wte = weight(0).data(), rows, s = shape_] {
+                    [w = workers_, lnf = elements(final_norm).data(), stats = floats(final_stats).data(),
+                     x = elements(residual).data(), gain = weight(parameters_.size() - 2).data(),
+                     bias = weight(parameters_.size() - 1).data(), out = floats(logits).data(), wte = weight(0).data(),
+                     rows, s = shape_] {
                       layer_norm_forward(w, lnf, stats, x, gain, bias, rows, s.channels);
-                      linear_forward<T, float>(w, out, lnf + (rows - 1) * s.channels, wte, nullptr, 1, s.channels, s.vocab);
+                      linear_forward<T, float>(w, out, lnf + (rows - 1) * s.channels, wte, nullptr, 1, s.channels,
+                                               s.vocab);
                     },
                     {.name = "last logits"});
   }
@@ -219,8 +264,8 @@ class Model {
   // One layer's operands, by value: what a kernel launch carries.
   struct Layer {
     Workers w;
-    const T* weight;                         // of the layer's first parameter
-    T* gradient;                             // the same place among the gradients
+    const T* weight;  // of the layer's first parameter
+    T* gradient;  // the same place among the gradients
     std::uint32_t offset[layer_parameters];  // of each parameter from the first
     T *input, *ln1, *qkv, *attention, *middle, *ln2, *fc, *gelu;
     float *stats1, *lse, *stats2;
@@ -296,13 +341,13 @@ class Model {
   void forward(uint64_t rows, uint64_t context, bool keep, Stream stream) {
     device_.enqueue(stream,
                     [w = workers_, x = elements(residual).data(), in = tokens(tokens_in).data(), wte = weight(0).data(),
-                     wpe = weight(1).data(), rows, context, c = shape_.channels] {
-                      embedding_forward(w, x, in, wte, wpe, rows, context, c);
-                    },
+                     wpe = weight(1).data(), rows, context,
+                     c = shape_.channels] { embedding_forward(w, x, in, wte, wpe, rows, context, c); },
                     {.name = "embedding"});
     for (std::uint32_t l = 0; l < shape_.layers; ++l) {
       auto saved = store_.save(l, stream, rows);
-      device_.enqueue(stream, [layer = layer_of(l, saved, rows, context)] { layer.forward(false); }, {.name = "layer forward"});
+      device_.enqueue(stream, [layer = layer_of(l, saved, rows, context)] { layer.forward(false); },
+                      {.name = "layer forward"});
       if (keep) saved.commit();
     }
   }
@@ -310,11 +355,27 @@ class Model {
   void head(uint64_t rows, float loss_scale, Stream stream) {
     const std::size_t gain = parameters_.size() - 2, bias = gain + 1;
     device_.enqueue(stream,
-                    Head{workers_, elements(residual).data(), elements(final_norm).data(), weight(gain).data(), weight(bias).data(),
-                         weight(0).data(), gradient(gain).data(), gradient(bias).data(), gradient(0).data(), floats(final_stats).data(),
-                         floats(logits).data(), floats(losses).data(), floats(d_residual).data(), floats(d_branch).data(),
-                         buffer(loss_sum).template as<double>().data(), tokens(tokens_out).data(), rows, shape_.channels, shape_.vocab,
-                         head_rows(shape_), loss_scale},
+                    Head{workers_,
+                         elements(residual).data(),
+                         elements(final_norm).data(),
+                         weight(gain).data(),
+                         weight(bias).data(),
+                         weight(0).data(),
+                         gradient(gain).data(),
+                         gradient(bias).data(),
+                         gradient(0).data(),
+                         floats(final_stats).data(),
+                         floats(logits).data(),
+                         floats(losses).data(),
+                         floats(d_residual).data(),
+                         floats(d_branch).data(),
+                         buffer(loss_sum).template as<double>().data(),
+                         tokens(tokens_out).data(),
+                         rows,
+                         shape_.channels,
+                         shape_.vocab,
+                         head_rows(shape_),
+                         loss_scale},
                     {.name = "head and loss"});
   }
 
@@ -323,12 +384,30 @@ class Model {
     const std::size_t first = first_layer_parameter + std::size_t{l} * layer_parameters;
     const auto t = [&](Saved i) { return saved.template tensor<T>(i).data(); };
     const auto f = [&](Saved i) { return saved.template tensor<float>(i).data(); };
-    Layer layer{workers_, weight(first).data(), gradient(first).data(), {},
-                t(saved_input), t(ln_1), t(qkv), t(attention), t(middle), t(ln_2), t(fc), t(gelu),
-                f(stats_1), f(lse), f(stats_2),
-                elements(residual).data(), elements(branch).data(),
-                floats(d_residual).data(), floats(d_branch).data(), floats(d_wide).data(),
-                rows, context, shape_.heads, shape_.channels};
+    Layer layer{workers_,
+                weight(first).data(),
+                gradient(first).data(),
+                {},
+                t(saved_input),
+                t(ln_1),
+                t(qkv),
+                t(attention),
+                t(middle),
+                t(ln_2),
+                t(fc),
+                t(gelu),
+                f(stats_1),
+                f(lse),
+                f(stats_2),
+                elements(residual).data(),
+                elements(branch).data(),
+                floats(d_residual).data(),
+                floats(d_branch).data(),
+                floats(d_wide).data(),
+                rows,
+                context,
+                shape_.heads,
+                shape_.channels};
     for (std::uint32_t i = 0; i < layer_parameters; ++i) {
       layer.offset[i] = static_cast<std::uint32_t>(parameters_[first + i].offset - parameters_[first].offset);
     }
@@ -340,7 +419,9 @@ class Model {
   }
   [[nodiscard]] device_span<T> elements(DeviceBuffer which) const { return buffers_[which].template as<T>(); }
   [[nodiscard]] device_span<float> floats(DeviceBuffer which) const { return buffers_[which].template as<float>(); }
-  [[nodiscard]] device_span<std::uint16_t> tokens(DeviceBuffer which) const { return buffers_[which].template as<std::uint16_t>(); }
+  [[nodiscard]] device_span<std::uint16_t> tokens(DeviceBuffer which) const {
+    return buffers_[which].template as<std::uint16_t>();
+  }
 
   HostDevice& device_;
   Store& store_;

@@ -40,7 +40,9 @@ class ThreadPool {
     {
       const std::scoped_lock lock{mutex_};
       body_ = &body;
-      call_ = [](const void* f, std::uint64_t block, std::uint32_t thread) { (*static_cast<const Body*>(f))(block, thread); };
+      call_ = [](const void* f, std::uint64_t block, std::uint32_t thread) {
+        (*static_cast<const Body*>(f))(block, thread);
+      };
       blocks_ = blocks;
       next_.store(0, std::memory_order_relaxed);
       busy_ = static_cast<std::uint32_t>(workers_.size());
@@ -54,7 +56,8 @@ class ThreadPool {
 
  private:
   void take_blocks(std::uint32_t thread) {
-    for (std::uint64_t block; (block = next_.fetch_add(1, std::memory_order_relaxed)) < blocks_;) call_(body_, block, thread);
+    for (std::uint64_t block; (block = next_.fetch_add(1, std::memory_order_relaxed)) < blocks_;)
+      call_(body_, block, thread);
   }
 
   void work(std::uint32_t thread) {

@@ -58,7 +58,9 @@ inline Shape shape_of(const Options& o) { return {o.vocab, o.layers, o.channels,
 /// Pinned memory for what goes between the host and the device by itself: tokens, losses, loaded and saved tensors.
 inline constexpr Bytes staging_bytes{std::uint64_t{1} << 20};
 
-inline uint64_t token_staging_bytes(const Options& o) { return 2 * o.micro_batches * o.batch * o.context * sizeof(Token); }
+inline uint64_t token_staging_bytes(const Options& o) {
+  return 2 * o.micro_batches * o.batch * o.context * sizeof(Token);
+}
 
 /// Everything the run takes from its arenas, to the byte.
 template <class T>
@@ -88,8 +90,8 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
   using namespace hbmoff;
   const Bytes needed = estimate.total(Tier::hbm);
   std::string text = "the run needs " + to_string(needed) + " of HBM (" + std::to_string(needed.count()) + " bytes), " +
-                     to_string(needed - *o.hbm) + " (" + std::to_string((needed - *o.hbm).count()) + " bytes) more than the limit of " +
-                     to_string(*o.hbm) + ":";
+                     to_string(needed - *o.hbm) + " (" + std::to_string((needed - *o.hbm).count()) +
+                     " bytes) more than the limit of " + to_string(*o.hbm) + ":";
   for (std::uint32_t role = 0; role < role_count; ++role) {
     const Bytes bytes = estimate.of(Tier::hbm, static_cast<Role>(role));
     if (bytes != Bytes{}) text += " " + std::string{to_string(static_cast<Role>(role))} + " " + to_string(bytes) + ",";
@@ -118,8 +120,8 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
           if (changed.page != o.page) words += " --page " + format_bytes(changed.page);
           if (changed.depth != o.depth) words += " --depth " + std::to_string(changed.depth);
           if (changed.recompute != o.recompute) words += " --recompute " + std::to_string(changed.recompute);
-          best = words + " (" + to_string(takes) + ", and " + to_string(estimate_run(changed).total(Tier::pinned_host)) +
-                 " of pinned host memory)";
+          best = words + " (" + to_string(takes) + ", and " +
+                 to_string(estimate_run(changed).total(Tier::pinned_host)) + " of pinned host memory)";
           if (takes <= *o.hbm) return text + " It fits with" + *best + ".";
         }
       }
@@ -164,7 +166,8 @@ inline std::string hex(uint64_t value) {
 inline double learning_rate(const Options& o, uint64_t step) {
   if (step < o.warmup) return o.learning_rate * static_cast<double>(step + 1) / static_cast<double>(o.warmup);
   if (step >= o.decay_steps) return 0.1 * o.learning_rate;
-  const double done = static_cast<double>(step - o.warmup) / static_cast<double>(std::max<uint64_t>(o.decay_steps - o.warmup, 1));
+  const double done =
+      static_cast<double>(step - o.warmup) / static_cast<double>(std::max<uint64_t>(o.decay_steps - o.warmup, 1));
   return o.learning_rate * (0.1 + 0.45 * (1.0 + std::cos(std::numbers::pi * done)));
 }
 
@@ -174,26 +177,35 @@ class Trainer {
  public:
   /// Takes all memory; then starts from the seed or from `resume`. Throws DoesNotFit, BadInput.
   Trainer(const Options& options, const Dataset& data, RunLog& log, const CheckpointReader* resume)
-      : o_{options}, data_{data}, log_{log}, estimate_{estimate_run<T>(options)}, limit_{limit()}, pool_{static_cast<std::uint32_t>(o_.threads)},
+      : o_{options}, data_{data}, log_{log}, estimate_{estimate_run<T>(options)}, limit_{limit()},
+        pool_{static_cast<std::uint32_t>(o_.threads)},
         device_{hbmoff::HostDeviceOptions{.hbm_capacity = limit_,
                                           .ring_capacity = 4096,
                                           .host_to_device = {.gigabytes_per_second = o_.link_gbps},
                                           .device_to_host = {.gigabytes_per_second = o_.link_gbps}}},
-        hbm_{device_, limit_}, host_{device_, estimate_.total(hbmoff::Tier::pinned_host) + hbmoff::arena_footprint(staging_bytes)},
+        hbm_{device_, limit_},
+        host_{device_, estimate_.total(hbmoff::Tier::pinned_host) + hbmoff::arena_footprint(staging_bytes)},
         stream_{device_.create_stream("compute")}, recorder_{device_, recorder_size(), stream_},
         staging_{host_.allocate(staging_bytes, "staging", Role::workspace, stream_)},
         token_staging_{host_.allocate(Bytes{token_staging_bytes(o_)}, "tokens", Role::workspace, stream_)},
-        activations_{hbm_, host_, TrainerPolicy{o_}, static_cast<std::uint32_t>(o_.layers), bundle_of(shape_of(o_), hbmoff::dtype_of<T>),
-                     {.depth = o_.depth}, recorder_.observer()},
+        activations_{hbm_,
+                     host_,
+                     TrainerPolicy{o_},
+                     static_cast<std::uint32_t>(o_.layers),
+                     bundle_of(shape_of(o_), hbmoff::dtype_of<T>),
+                     {.depth = o_.depth},
+                     recorder_.observer()},
         model_{device_, hbm_, activations_, shape_of(o_), pool_, stream_},
         optimizer_{hbm_, host_, TrainerPolicy{o_}, {.page = o_.page, .depth = o_.depth}, recorder_.observer()} {
-    const hbmoff::AdamWGroup matrices{.learning_rate = 0, .weight_decay = static_cast<float>(o_.weight_decay), .beta2 = 0.95f};
+    const hbmoff::AdamWGroup matrices{
+        .learning_rate = 0, .weight_decay = static_cast<float>(o_.weight_decay), .beta2 = 0.95f};
     const hbmoff::AdamWGroup others{.learning_rate = 0, .weight_decay = 0, .beta2 = 0.95f};
     optimizer_.group({}) = matrices;
     others_ = optimizer_.add_group(others);
     for (std::size_t p = 0; p < model_.parameters().size(); ++p) {
       const Parameter& parameter = model_.parameters()[p];
-      optimizer_.add(parameter.info, model_.weight(p), model_.gradient(p), parameter.matrix ? hbmoff::GroupId{} : others_);
+      optimizer_.add(parameter.info, model_.weight(p), model_.gradient(p),
+                     parameter.matrix ? hbmoff::GroupId{} : others_);
     }
     if (resume != nullptr) {
       load(*resume);
@@ -232,8 +244,10 @@ class Trainer {
   }
 
  private:
-  using Store = hbmoff::ActivationStore<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
-  using Optimizer = hbmoff::PagedAdamW<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
+  using Store =
+      hbmoff::ActivationStore<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
+  using Optimizer =
+      hbmoff::PagedAdamW<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
   using Stream = HostDevice::StreamRef;
   using State = hbmoff::OptimizerState;
 
@@ -302,7 +316,9 @@ class Trainer {
   }
   // Inputs and targets of `n` tokens from the staging halves `half` and `half` + 1.
   void send_tokens(uint64_t half, uint64_t n) {
-    const auto source = [&](uint64_t h) { return hbmoff::pinned_span<const std::byte>{tokens_at(h).subspan(0, n).bytes()}; };
+    const auto source = [&](uint64_t h) {
+      return hbmoff::pinned_span<const std::byte>{tokens_at(h).subspan(0, n).bytes()};
+    };
     device_.copy_async(model_.buffer(tokens_in).subspan(0, n * sizeof(Token)), source(half), stream_);
     device_.copy_async(model_.buffer(tokens_out).subspan(0, n * sizeof(Token)), source(half + 1), stream_);
   }
@@ -314,7 +330,9 @@ class Trainer {
     return to.template as<double>()[0];
   }
 
-  [[nodiscard]] hbmoff::TransferStats moved() const { return optimizer_.stats() + activations_.stats() - moved_before_; }
+  [[nodiscard]] hbmoff::TransferStats moved() const {
+    return optimizer_.stats() + activations_.stats() - moved_before_;
+  }
 
   // ------------------------------------------------------------------------------------------------ looking at it
 
@@ -374,7 +392,9 @@ class Trainer {
     std::vector<double> sorted = step_seconds_;
     std::sort(sorted.begin(), sorted.end());
     const double median = sorted.empty() ? 0.0 : sorted[sorted.size() / 2];
-    const auto number = [](const std::optional<double>& value) { return value ? nlohmann::json(*value) : nlohmann::json(); };
+    const auto number = [](const std::optional<double>& value) {
+      return value ? nlohmann::json(*value) : nlohmann::json();
+    };
     const hbmoff::TransferStats total = moved();
     return {{"steps", position_.step},
             {"first_loss", number(first_loss_)},
