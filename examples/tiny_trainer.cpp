@@ -25,25 +25,26 @@ struct Parameter {
 };
 
 // The layer's kernels. On a HostDevice a kernel is a callable put on a stream, as <<<>>> puts one on a CUDA stream.
-void forward(HostDevice& device, Parameter& w, Parameter& b, device_span<const float> in, device_span<float> x,
+// `flow` carries what goes from layer to layer: values on the way up, their gradients on the way down.
+void forward(HostDevice& device, const Parameter& w, const Parameter& b, device_span<float> flow, device_span<float> x,
              device_span<float> y, Stream stream) {
-  device.enqueue(stream, [in, x, y, w = w.weight.as<float>(), b = b.weight.as<float>()] {
+  device.enqueue(stream, [flow, x, y, w = w.weight.as<float>(), b = b.weight.as<float>()] {
     for (std::uint64_t i = 0; i < width; ++i) {
-      x.data()[i] = in.data()[i];  // saved for the backward
-      y.data()[i] = std::tanh(w.data()[i] * x.data()[i] + b.data()[i]);
+      x.data()[i] = flow.data()[i];  // saved for the backward
+      y.data()[i] = flow.data()[i] = std::tanh(w.data()[i] * x.data()[i] + b.data()[i]);
     }
   });
 }
 
-void backward(HostDevice& device, Parameter& w, Parameter& b, device_span<const float> x, device_span<const float> y,
-              device_span<float> d, Stream stream) {
+void backward(HostDevice& device, const Parameter& w, const Parameter& b, device_span<float> flow,
+              device_span<const float> x, device_span<const float> y, Stream stream) {
   device.enqueue(stream,
-                 [x, y, d, weight = w.weight.as<float>(), dw = w.gradient.as<float>(), db = b.gradient.as<float>()] {
+                 [flow, x, y, weight = w.weight.as<float>(), dw = w.gradient.as<float>(), db = b.gradient.as<float>()] {
                    for (std::uint64_t i = 0; i < width; ++i) {
-                     const float g = d.data()[i] * (1.0f - y.data()[i] * y.data()[i]);
+                     const float g = flow.data()[i] * (1.0f - y.data()[i] * y.data()[i]);
                      dw.data()[i] = g * x.data()[i];
                      db.data()[i] = g;
-                     d.data()[i] = g * weight.data()[i];
+                     flow.data()[i] = g * weight.data()[i];
                    }
                  });
 }
@@ -70,11 +71,10 @@ std::uint64_t train(const char* label, Policy policy) {
       });
     }
   }
-  const auto error = hbm.allocate(Bytes{width * 4}, "error", Role::workspace, stream);
-  const auto input = hbm.allocate(Bytes{width * 4}, "input", Role::workspace, stream);
-  device.enqueue(stream, [x = input.as<float>()] {
-    for (std::uint64_t i = 0; i < width; ++i) x.data()[i] = std::sin(static_cast<float>(i));
-  });
+  const auto flow_memory = hbm.allocate(Bytes{width * 4}, "flow", Role::workspace, stream);
+  const device_span<float> flow = flow_memory.as<float>();
+  const auto weights = [&](std::uint32_t l) -> const Parameter& { return parameters[2 * l]; };
+  const auto biases = [&](std::uint32_t l) -> const Parameter& { return parameters[2 * l + 1]; };
 
   PagedAdamW optimizer{hbm, host, policy, {.page = 64_KiB}};
   for (auto& p : parameters) optimizer.add(p.info, p.weight.as<float>(), p.gradient.as<float>());
@@ -84,21 +84,20 @@ std::uint64_t train(const char* label, Policy policy) {
   ActivationStore activations{hbm, host, policy, layers, layout};
 
   for (int step = 0; step < steps; ++step) {
-    device_span<const float> x = input.as<float>();
+    device.enqueue(stream, [flow] {  // the input
+      for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] = std::sin(static_cast<float>(i));
+    });
     for (std::uint32_t l = 0; l < layers; ++l) {
       auto saved = activations.save(l, stream);  // HBM that layer l writes its activations into
-      forward(device, parameters[2 * l], parameters[2 * l + 1], x, saved[0], saved[1], stream);
-      x = saved[1];
-      if (l + 1 == layers) {
-        device.enqueue(stream, [x, e = error.as<float>()] {
-          for (std::uint64_t i = 0; i < width; ++i) e.data()[i] = x.data()[i] - (i % 2 == 0 ? 0.5f : -0.5f);
-        });
-      }
+      forward(device, weights(l), biases(l), flow, saved[0], saved[1], stream);
       saved.commit();  // leaves for the host behind the compute
     }
+    device.enqueue(stream, [flow] {  // the gradient of the squared error
+      for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] -= i % 2 == 0 ? 0.5f : -0.5f;
+    });
     for (std::uint32_t l = layers; l-- > 0;) {
       auto saved = activations.restore(l, stream);  // on its way since layer l + 1
-      backward(device, parameters[2 * l], parameters[2 * l + 1], saved[0], saved[1], error.as<float>(), stream);
+      backward(device, weights(l), biases(l), flow, saved[0], saved[1], stream);
     }
     optimizer.step(stream, {.max_norm = 1.0f});
   }
