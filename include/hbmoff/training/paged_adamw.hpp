@@ -101,20 +101,15 @@ class PagedAdamW {
   ~PagedAdamW() {
     // Memory goes back in the order of the control stream, which first waits for whoever used it.
     scheduler_.reset();
-    if (unfinished() && !device().lost()) {
+    bool recorded = !unfinished();
+    for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost(); ++attempt) {
       try {
-        device().record(settled_, *last_stream_);
-      } catch (const Error&) {
-        // Nobody to tell in a destructor; the event's earlier record stands.
-      }
-    }
-    for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost();
-         ++attempt) {  // a call may fail once without effect
-      try {
+        if (!recorded) device().record(settled_, *last_stream_);
+        recorded = true;
         device().wait(control_, settled_);
         break;
       } catch (const Error&) {
-        // Nobody to tell in a destructor; the loop tries once more.
+        // Nobody to tell in a destructor. A call may fail once without effect: the loop tries once more.
       }
     }
   }
@@ -217,9 +212,16 @@ class PagedAdamW {
   std::uint64_t step(StreamRef stream, AdamWStep options = {},
                      std::source_location at = std::source_location::current()) {
     require_idle();
-    prepare(stream, at);
-    ++steps_;
-    pending_ = {.operation = Operation::step, .options = options};
+    step_groups_ = groups_;  // allocates only after a group was added
+    if (prepared_) {
+      start_step(options);
+    } else {
+      take_memory();
+      prepared_ = true;
+      start_initialise(Moments::reset);
+      pending_.then_step = true;
+      pending_.options = options;
+    }
     run(stream, at);
     return steps_;
   }
@@ -236,8 +238,9 @@ class PagedAdamW {
     run(stream, at);
   }
 
-  /// After a call threw: ends the operation that it began. Does nothing when none is unfinished. `stream` must be the
-  /// stream of the failed call or be ordered behind it.
+  /// After a call threw and `unfinished()`: ends the operation that it began, a step with the options and the groups of
+  /// its time, also one whose preparation failed. Does nothing when none is unfinished: then the call had no effect and
+  /// is to be made again. `stream` must be the stream of the failed call or be ordered behind it.
   void resume(StreamRef stream, std::source_location at = std::source_location::current()) {
     if (pending_.operation != Operation::none) run(stream, at);
   }
@@ -247,7 +250,7 @@ class PagedAdamW {
   [[nodiscard]] bool failed() const { return hbm_->device().lost(); }
 
   /// Blocks the calling thread until `step` has decided, and tells. Throws InvalidArgument for a step not made or more
-  /// than 8 steps back.
+  /// than 8 steps back, or cut short before it had decided.
   [[nodiscard]] StepReport report(std::uint64_t step) {
     Outbox& box = outbox(step);
     device().synchronize(box.sent);
@@ -356,9 +359,11 @@ class PagedAdamW {
     std::uint64_t item = 0;
     AdamWStep options = {};
     Moments moments = Moments::reset;
+    bool then_step = false;  ///< the initialisation is the start of a first step
   };
   struct Outbox {
     typename D::Event sent;
+    std::uint64_t step = 0;  ///< whose report `sent` is behind
   };
 
   [[nodiscard]] D& device() const { return hbm_->device(); }
@@ -417,7 +422,7 @@ class PagedAdamW {
     }
     std::vector<Outbox> outboxes;
     for (std::uint64_t i = 0; i < adamw_report_ring; ++i)
-      outboxes.push_back({device().create_event(EventTiming::none)});
+      outboxes.push_back({device().create_event(EventTiming::none), 0});
     if constexpr (Scheduler::pages) {
       if (offloaded != 0) scheduler->reserve();
       plans_ = {scheduler->add_plan(reset), scheduler->add_plan(keep), scheduler->add_plan(sweep)};
@@ -463,6 +468,11 @@ class PagedAdamW {
     for (std::uint32_t t = 0; t < tensors_.size(); ++t) changed_.push_back(t);
   }
 
+  void start_step(AdamWStep options) {
+    ++steps_;
+    pending_ = {.operation = Operation::step, .options = options};
+  }
+
   void run(StreamRef stream, std::source_location at) {
     last_stream_ = stream;
     while (pending_.operation != Operation::none) {
@@ -471,7 +481,11 @@ class PagedAdamW {
       } else {
         pending_.item = 0;
         if (pending_.phase == Phase::note_end) {
-          pending_.operation = Operation::none;
+          if (pending_.then_step) {
+            start_step(pending_.options);
+          } else {
+            pending_.operation = Operation::none;
+          }
         } else {
           pending_.phase = static_cast<Phase>(static_cast<std::uint8_t>(pending_.phase) + 1);
         }
@@ -526,14 +540,14 @@ class PagedAdamW {
       }
       case Phase::coefficients: {
         const std::uint64_t first = item * Coefficients::max_groups;
-        if (initialise || first >= groups_.size()) return false;
+        if (initialise || first >= step_groups_.size()) return false;
         Coefficients kernel{
             tables_,
             static_cast<std::uint32_t>(first),
-            static_cast<std::uint32_t>(std::min<std::uint64_t>(Coefficients::max_groups, groups_.size() - first)),
+            static_cast<std::uint32_t>(std::min<std::uint64_t>(Coefficients::max_groups, step_groups_.size() - first)),
             {}};
         for (std::uint32_t g = 0; g < kernel.group_count; ++g) {
-          const AdamWGroup& group = groups_[first + g];
+          const AdamWGroup& group = step_groups_[first + g];
           kernel.groups[g] = {group.learning_rate, group.weight_decay, group.beta1, group.beta2, group.epsilon};
         }
         launch(device(), kernel, stream, at);
@@ -547,6 +561,7 @@ class PagedAdamW {
       case Phase::note_report:
         if (initialise || item != 0) return false;
         device().record(outboxes_[steps_ % adamw_report_ring].sent, stream, at);
+        outboxes_[steps_ % adamw_report_ring].step = steps_;
         return true;
       case Phase::begin:
         if constexpr (Scheduler::pages) {
@@ -642,7 +657,9 @@ class PagedAdamW {
       throw InvalidArgument{"no report of step " + std::to_string(step) + " is kept: the last step is " +
                             std::to_string(steps_)};
     }
-    return outboxes_[step % adamw_report_ring];
+    Outbox& box = outboxes_[step % adamw_report_ring];
+    if (box.step != step) throw InvalidArgument{"step " + std::to_string(step) + " was cut short: call resume(stream)"};
+    return box;
   }
   [[nodiscard]] StepReport read_report(std::uint64_t step) const {
     adamw_kernels::Report report;
@@ -696,6 +713,7 @@ class PagedAdamW {
   PagedAdamWOptions options_;
   [[no_unique_address]] Observer observer_;
   std::vector<AdamWGroup> groups_;
+  std::vector<AdamWGroup> step_groups_;  // what they were when the step was called
   std::vector<adamw_kernels::Tensor> tensors_;
   std::vector<TensorInfo> infos_;
   std::unordered_map<std::string, std::uint32_t> by_name_;  // aliases included
