@@ -65,11 +65,21 @@ struct EnqueueOptions {
 /// Counters of a `HostDevice` since its construction.
 struct HostDeviceStats {
   std::uint64_t ring_full_waits = 0;  ///< calls that waited for room on their stream
-  std::chrono::nanoseconds worker_time{0};  ///< CPU time that all streams' workers used; modelled time takes none
+  std::chrono::nanoseconds worker_time{0};  ///< CPU time of all workers (Linux; else 0); modelled time takes none
 };
 
-/// A device whose streams are worker threads and whose HBM is host memory with a cap. Semantics are those of
-/// `Device`; in addition, for every call that may throw:
+/// A device whose streams are worker threads and whose HBM is host memory with a cap.
+///
+///     HostDevice device{{.hbm_capacity = 2_GiB, .host_to_device = {.gigabytes_per_second = 25, .latency = 10us}}};
+///     auto copies = device.create_stream("copies"), compute = device.create_stream("compute");
+///     auto filled = device.create_event();
+///     device.copy_async(hbm, pinned, copies);
+///     device.record(filled, copies);
+///     device.wait(compute, filled);
+///     device.enqueue(compute, [=] { gelu(hbm.data(), count); }, {.name = "gelu", .modelled_time = 50us});
+///     device.synchronize(compute);
+///
+/// Semantics are those of `Device`; in addition, for every call that may throw:
 ///
 /// - `DeviceError` (context_lost) from every call once queued work has thrown; the message names that work, its call
 ///   site and stream, and what it threw. `DeviceError::where()` is the call that reports it.
@@ -78,6 +88,10 @@ struct HostDeviceStats {
 ///
 /// Calls may come from any thread, but not from work that runs on a stream. Only `create_*` and `allocate_*` allocate
 /// memory. Work runs with denormals kept and round to nearest.
+///
+/// Streams, and the calling thread, are ordered by waits, `query` and `synchronize` alone, and only after the work that
+/// these name: ThreadSanitizer reports a missing or misplaced wait whatever the timing was. (A call that finds room in
+/// the ring is ordered after the work that left it, `ring_capacity` calls ago.)
 ///
 /// Times are `std::chrono::steady_clock`'s. Work with a modelled time starts, in that time, when the work before it
 /// has ended, and never ends early; how late the system wakes a sleeping thread is no part of it. Work without one
@@ -222,6 +236,7 @@ class HostDevice {
     }
   }
 
+  /// An event, never recorded. Only a timed one can be given to `elapsed`.
   [[nodiscard]] Event create_event(EventTiming timing = EventTiming::none,
                                    std::source_location at = std::source_location::current()) {
     enter("create_event", at);
@@ -385,6 +400,7 @@ class HostDevice {
   /// Calls so far, failed ones included.
   [[nodiscard]] std::uint64_t calls_made() const noexcept { return calls_.load(std::memory_order_relaxed); }
 
+  /// Counters so far; those of workers that are busy right now may lag.
   [[nodiscard]] HostDeviceStats stats() const {
     HostDeviceStats stats;
     stats.ring_full_waits = ring_full_waits_.load(std::memory_order_relaxed);
