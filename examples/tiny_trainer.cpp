@@ -24,8 +24,21 @@ struct Parameter {
   HbmArena<HostDevice>::Buffer weight, gradient;
 };
 
-// The layer's kernels. On a HostDevice a kernel is a callable put on a stream, as <<<>>> puts one on a CUDA stream.
+// The kernels. On a HostDevice a kernel is a callable put on a stream, as <<<>>> puts one on a CUDA stream.
 // `flow` carries what goes from layer to layer: values on the way up, their gradients on the way down.
+void start(HostDevice& device, device_span<float> flow, Stream stream) {
+  device.enqueue(stream, [flow] {
+    for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] = std::sin(static_cast<float>(i));
+  });
+}
+
+// The gradient of the squared error, in place of the output.
+void error(HostDevice& device, device_span<float> flow, Stream stream) {
+  device.enqueue(stream, [flow] {
+    for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] -= i % 2 == 0 ? 0.5f : -0.5f;
+  });
+}
+
 void forward(HostDevice& device, const Parameter& w, const Parameter& b, device_span<float> flow, device_span<float> x,
              device_span<float> y, Stream stream) {
   device.enqueue(stream, [flow, x, y, w = w.weight.as<float>(), b = b.weight.as<float>()] {
@@ -76,25 +89,20 @@ std::uint64_t train(const char* label, Policy policy) {
   const auto weights = [&](std::uint32_t l) -> const Parameter& { return parameters[2 * l]; };
   const auto biases = [&](std::uint32_t l) -> const Parameter& { return parameters[2 * l + 1]; };
 
+  const BundleLayout layout{.tensors = {{{.name = "x", .count = width}}, {{.name = "y", .count = width}}}};
+
   PagedAdamW optimizer{hbm, host, policy, {.page = 64_KiB}};
   for (auto& p : parameters) optimizer.add(p.info, p.weight.as<float>(), p.gradient.as<float>());
-  optimizer.group(GroupId{}).learning_rate = 0.01f;
-
-  const BundleLayout layout{.tensors = {{{.name = "x", .count = width}}, {{.name = "y", .count = width}}}};
   ActivationStore activations{hbm, host, policy, layers, layout};
 
   for (int step = 0; step < steps; ++step) {
-    device.enqueue(stream, [flow] {  // the input
-      for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] = std::sin(static_cast<float>(i));
-    });
+    start(device, flow, stream);
     for (std::uint32_t l = 0; l < layers; ++l) {
       auto saved = activations.save(l, stream);  // HBM that layer l writes its activations into
       forward(device, weights(l), biases(l), flow, saved[0], saved[1], stream);
       saved.commit();  // leaves for the host behind the compute
     }
-    device.enqueue(stream, [flow] {  // the gradient of the squared error
-      for (std::uint64_t i = 0; i < width; ++i) flow.data()[i] -= i % 2 == 0 ? 0.5f : -0.5f;
-    });
+    error(device, flow, stream);
     for (std::uint32_t l = layers; l-- > 0;) {
       auto saved = activations.restore(l, stream);  // on its way since layer l + 1
       backward(device, weights(l), biases(l), flow, saved[0], saved[1], stream);
