@@ -2,8 +2,10 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <random>
@@ -36,10 +38,13 @@ struct Pages {
   TestHome home;
   std::vector<PageId> ids;
 
-  Pages(PagingBench& bench, Scheduler& scheduler, std::uint32_t count, Access access, bool transient = false)
+  // Homes outlive the schedulers with pages in them.
+  Pages(PagingBench& bench, std::uint32_t count)
       : home{bench.host, page_bytes * count, "home", Role::optimizer_state, bench.compute} {
-    bench.device.synchronize(HostDevice::StreamRef{bench.compute});
+    home.synchronize(0, home.memory().count());
     write_home(home, 1);
+  }
+  void add_to(Scheduler& scheduler, std::uint32_t count, Access access, bool transient = false) {
     for (std::uint32_t i = 0; i < count; ++i) {
       ids.push_back(scheduler.add_page({.label = "page " + std::to_string(i),
                                         .parts = {{&home, page_bytes.count() * i, 0, page_bytes, access}},
@@ -79,8 +84,9 @@ TEST_CASE("a sweep copies every page once in each direction that its access need
     for (const Access access : {Access::read, Access::write, Access::read_write}) {
       for (const std::uint32_t n : {0u, 1u, 2u, 11u}) {
         PagingBench bench;
+        Pages pages{bench, n};
         Scheduler scheduler{bench.hbm, page_bytes, Role::optimizer_state, options(depth)};
-        Pages pages{bench, scheduler, n, access};
+        pages.add_to(scheduler, n, access);
         const auto steps = pages.sweep(access);
         const PlanId plan = scheduler.add_plan(steps);
         const auto before = bench.device.counts();
@@ -112,8 +118,9 @@ TEST_CASE("forward then reverse: the last min(n, depth) pages make no copy") {
     for (const bool transient : {false, true}) {
       for (const std::uint32_t n : {1u, 2u, 3u, 9u}) {
         PagingBench bench;
+        Pages pages{bench, n};
         Scheduler scheduler{bench.hbm, page_bytes, Role::activation, options(depth)};
-        Pages pages{bench, scheduler, n, Access::read_write, transient};
+        pages.add_to(scheduler, n, Access::read_write, transient);
         std::vector<PlanStep> steps = pages.sweep(Access::write);
         for (std::uint32_t i = n; i-- > 0;) steps.push_back({pages.ids[i], Access::read});
         run(bench, scheduler, scheduler.add_plan(steps), steps);
@@ -135,8 +142,9 @@ TEST_CASE("a plan with repeats: small ones by hand") {
   const Watchdog watchdog{"repeats"};
   for (std::uint32_t depth = 1; depth <= 3; ++depth) {
     PagingBench bench;
+    Pages pages{bench, 2};
     Scheduler scheduler{bench.hbm, page_bytes, Role::other, options(depth)};
-    Pages pages{bench, scheduler, 2, Access::read_write};
+    pages.add_to(scheduler, 2, Access::read_write);
     const PageId a = pages.ids[0], b = pages.ids[1];
     const std::vector<PlanStep> steps = {
         {a, Access::read_write}, {a, Access::read_write}, {b, Access::read_write}, {a, Access::read_write}};
@@ -159,8 +167,9 @@ TEST_CASE("random plans: fills, write-backs and hits as a plain model of the rul
     const auto n = static_cast<std::uint32_t>(1 + random() % 7);
     const bool transient = random() % 2 == 0;
     PagingBench bench;
+    Pages pages{bench, n};
     Scheduler scheduler{bench.hbm, page_bytes, Role::other, options(depth)};
-    Pages pages{bench, scheduler, n, Access::read_write, transient};
+    pages.add_to(scheduler, n, Access::read_write, transient);
     std::vector<PlanStep> steps;
     for (int i = 0; i < 60; ++i) {
       const std::uint64_t near =
@@ -204,10 +213,11 @@ TEST_CASE("random plans: fills, write-backs and hits as a plain model of the rul
 TEST_CASE("neighbouring parts travel as one copy, each direction on its own") {
   const Watchdog watchdog{"parts"};
   PagingBench bench;
-  Scheduler scheduler{bench.hbm, 4_KiB, Role::other, options(2)};
   TestHome first{bench.host, 2_KiB, "first", Role::weight, bench.compute};
   TestHome second{bench.host, 2_KiB, "second", Role::weight, bench.compute};
-  bench.device.synchronize(HostDevice::StreamRef{bench.compute});
+  Scheduler scheduler{bench.hbm, 4_KiB, Role::other, options(2)};
+  first.synchronize(0, 2048);
+  second.synchronize(0, 2048);
   write_home(first, 1);
   write_home(second, 2);
   const std::vector<std::byte> first_before(first.memory().begin(), first.memory().end());
@@ -258,4 +268,274 @@ TEST_CASE("neighbouring parts travel as one copy, each direction on its own") {
   for (std::uint64_t i = 100; i < 400; ++i) REQUIRE(first.memory()[i] == std::byte{0x11});
   CHECK(std::memcmp(first.memory().data() + 400, first_before.data() + 400, 2048 - 400) == 0);
   for (std::uint64_t i = 64; i < 272; ++i) REQUIRE(second.memory()[i] == std::byte{0x11});
+}
+
+// ----------------------------------------------------------------------------------------------------------- content
+
+namespace {
+
+/// Schedulers that cut the same homes differently, run at random on delayed streams, against plain memory.
+class RandomProgram {
+ public:
+  RandomProgram(std::uint64_t seed, Bytes unit) : random_{seed}, unit_words_{unit.count() / 4} {
+    bench_.emplace(Bytes{96 * unit.count()});
+    bench_->device.delay_at_random(seed, std::chrono::microseconds{200});
+    other_.emplace(bench_->device.create_stream("other"));
+    for (std::uint32_t h = 0; h < home_count; ++h) {
+      homes_.push_back(std::make_unique<TestHome>(bench_->host, unit * 6, "home", Role::other, bench_->compute));
+      homes_.back()->synchronize(0, 6 * unit.count());
+      write_home(*homes_.back(), 100 + h);
+      const auto words = homes_.back()->memory().as<std::uint32_t>();
+      model_.emplace_back(words.begin(), words.end());
+    }
+    pool_.emplace(bench_->hbm, Bytes{unit.count() * 2}, 3, Role::other, bench_->compute);
+    add_scheduler(1, false);
+    add_scheduler(2, false);
+    add_scheduler(1, true);
+    add_scheduler(2, true);
+  }
+
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      Player& player = *players_[random_() % players_.size()];
+      const std::uint64_t what = random_() % 100;
+      if (what < 2) {
+        load(random_() % home_count);
+      } else if (what < 6) {
+        end_lease(player);
+        if (player.next != 0) player.scheduler->finish(any_stream());
+        player.plan = nullptr;
+        player.next = 0;
+      } else if (what < 50) {
+        end_lease(player);
+      } else {
+        advance(player);
+      }
+      if (i % 64 == 0) check();
+    }
+    for (auto& player : players_) {
+      end_lease(*player);
+      player->scheduler->finish(any_stream());
+    }
+    for (std::uint32_t h = 0; h < home_count; ++h) check_home(h);
+    check();
+  }
+
+ private:
+  static constexpr std::uint32_t home_count = 3;
+
+  struct Part {
+    std::uint32_t home;
+    std::uint64_t home_word, slot_word, count;
+    Access access;
+  };
+  struct Page_ {
+    PageId id{};
+    std::vector<Part> parts;
+  };
+  struct Plan_ {
+    PlanId id{};
+    std::vector<PlanStep> steps;
+  };
+  struct Job {
+    std::vector<std::uint32_t> seen, expected;
+  };
+  struct Player {
+    std::unique_ptr<Scheduler> scheduler;
+    std::vector<Page_> pages;
+    std::vector<Plan_> plans;
+    const Plan_* plan = nullptr;
+    std::size_t next = 0;
+    std::optional<Scheduler::LeaseType> lease;
+    const Page_* leased = nullptr;
+    Access access = Access::read;
+    std::uint32_t seed = 0;
+    bool kernel_put = false;
+  };
+
+  HostDevice::StreamRef any_stream() {
+    return random_() % 2 == 0 ? HostDevice::StreamRef{bench_->compute} : HostDevice::StreamRef{*other_};
+  }
+
+  void add_scheduler(std::uint64_t scale, bool shared) {
+    auto player = std::make_unique<Player>();
+    const auto depth = static_cast<std::uint32_t>(1 + random_() % 4);
+    SchedulerOptions how{.depth = depth,
+                         .guaranteed_slots = 1,
+                         .one_copy_stream = random_() % 4 == 0,
+                         .fill_evicted = true,
+                         .name = "s" + std::to_string(players_.size())};
+    if (shared) {
+      player->scheduler = std::make_unique<Scheduler>(*pool_, bench_->hbm, how);
+    } else {
+      player->scheduler = std::make_unique<Scheduler>(bench_->hbm, Bytes{unit_words_ * 8}, Role::other, how);
+    }
+    // Scale 1 cuts homes at multiples of 1 unit, scale 2 at multiples of 1.5; a page has one or two parts.
+    const std::uint64_t words = unit_words_ * (scale + 1) / 2;
+    for (std::uint32_t h = 0; h < home_count; ++h) {
+      for (std::uint64_t first = 0; first < model_[h].size(); first += words) {
+        Page_ page;
+        const std::uint64_t count = std::min(words, model_[h].size() - first);
+        const bool mixed = random_() % 3 == 0;
+        page.parts.push_back({h, first, 0, count / 2, mixed ? Access::read : Access::read_write});
+        page.parts.push_back({h, first + count / 2, count / 2, count - count / 2, Access::read_write});
+        if (mixed) {
+          // Something of the next home, which another page of the scheduler covers as well.
+          page.parts.push_back({(h + 1) % home_count, first / 2, count, count / 4, Access::write});
+        }
+        PageSpec<Device_> spec{.label = "page"};
+        for (const Part& part : page.parts) {
+          spec.parts.push_back(
+              {homes_[part.home].get(), part.home_word * 4, part.slot_word * 4, Bytes{part.count * 4}, part.access});
+        }
+        page.id = player->scheduler->add_page(std::move(spec));
+        player->pages.push_back(std::move(page));
+      }
+    }
+    for (int p = 0; p < 3; ++p) {
+      Plan_ plan;
+      for (int i = 0; i < 12; ++i) {
+        const std::size_t pick =
+            !plan.steps.empty() && random_() % 2 == 0
+                ? static_cast<std::size_t>(
+                      plan.steps[plan.steps.size() - 1 - random_() % std::min<std::size_t>(3, plan.steps.size())].page)
+                : random_() % player->pages.size();
+        const Page_& page = player->pages[pick];
+        const Access access = page.parts[0].access == Access::read
+                                  ? (random_() % 2 == 0 ? Access::read : Access::read_write)
+                                  : static_cast<Access>(1 + random_() % 3);
+        plan.steps.push_back({page.id, access});
+      }
+      plan.id = player->scheduler->add_plan(plan.steps);
+      player->plans.push_back(std::move(plan));
+    }
+    players_.push_back(std::move(player));
+  }
+
+  static bool overlap(const Page_& a, const Page_& b) {
+    for (const Part& x : a.parts) {
+      for (const Part& y : b.parts) {
+        if (x.home == y.home && x.home_word < y.home_word + y.count && y.home_word < x.home_word + x.count) return true;
+      }
+    }
+    return false;
+  }
+
+  void advance(Player& player) {
+    end_lease(player);
+    if (player.plan == nullptr || player.next == player.plan->steps.size()) {
+      player.plan = &player.plans[random_() % player.plans.size()];
+      player.next = 0;
+      player.scheduler->begin(player.plan->id);
+    }
+    const PlanStep step = player.plan->steps[player.next++];
+    const Page_& page = player.pages[static_cast<std::size_t>(step.page)];
+    for (auto& other : players_) {  // that order is the user's
+      if (other->lease && overlap(*other->leased, page)) end_lease(*other);
+    }
+    const auto stream = any_stream();
+    const bool dirty = player.scheduler->dirty(page.id);
+    player.lease.emplace(player.scheduler->lease(page.id, stream));
+    player.leased = &page;
+    player.access = step.access;
+    player.seed = static_cast<std::uint32_t>(random_());
+    auto runs_on = stream;
+    if (random_() % 3 == 0) {
+      runs_on = any_stream();
+      player.lease->used_on(runs_on);
+    }
+    player.kernel_put = !dirty || random_() % 4 != 0;
+    if (!player.kernel_put) return;  // will be discarded: what was committed before must stay
+
+    Job& job = jobs_.emplace_back();
+    const bool reading = reads(step.access);
+    for (const Part& part : page.parts) {
+      if (!reading || !reads(part.access)) continue;
+      const auto first = model_[part.home].begin() + static_cast<std::ptrdiff_t>(part.home_word);
+      job.expected.insert(job.expected.end(), first, first + static_cast<std::ptrdiff_t>(part.count));
+    }
+    job.seen.resize(job.expected.size());
+    bench_->device.enqueue(runs_on, [&job, &page, reading, writing = writes(step.access), seed = player.seed,
+                                     slot = player.lease->as<std::uint32_t>(0, unit_words_ * 2).data()] {
+      std::uint64_t out = 0;
+      for (const Part& part : page.parts) {
+        std::uint32_t* words = slot + part.slot_word;
+        const bool read = reading && reads(part.access);
+        for (std::uint64_t i = 0; i < part.count; ++i) {
+          const std::uint32_t old = read ? words[i] : 0;
+          if (read) job.seen[out++] = old;
+          if (writing && writes(part.access)) words[i] = next_word(read, old, seed, part, i);
+        }
+      }
+    });
+  }
+
+  static std::uint32_t next_word(bool read, std::uint32_t old, std::uint32_t seed, const Part& part, std::uint64_t i) {
+    return read ? updated_word(old, seed, part.slot_word + i) : written_word(seed, part.slot_word + i);
+  }
+
+  void end_lease(Player& player) {
+    if (!player.lease) return;
+    const bool writing = writes(player.access);
+    const std::uint64_t how = random_() % 10;
+    if (!player.kernel_put || (writing && how == 0 && !player.scheduler->dirty(player.leased->id))) {
+      player.lease.reset();  // discarded
+      return;
+    }
+    if (writing && how < 3) player.lease->launched();
+    if (!(writing && how == 1) && (writing || how % 2 == 0)) player.lease->commit();
+    player.lease.reset();
+    if (!writing) return;
+    for (const Part& part : player.leased->parts) {
+      if (!writes(part.access)) continue;
+      const bool read = reads(player.access) && reads(part.access);
+      for (std::uint64_t i = 0; i < part.count; ++i) {
+        std::uint32_t& word = model_[part.home][part.home_word + i];
+        word = next_word(read, word, player.seed, part, i);
+      }
+    }
+  }
+
+  void load(std::uint64_t h) {
+    for (auto& player : players_) end_lease(*player);
+    check_home(h);
+    const auto seed = static_cast<std::uint32_t>(random_());
+    homes_[h]->invalidate();
+    write_home(*homes_[h], seed);
+    for (std::uint64_t i = 0; i < model_[h].size(); ++i) model_[h][i] = written_word(seed, i);
+  }
+
+  void check_home(std::uint64_t h) {
+    homes_[h]->synchronize(0, homes_[h]->memory().count());
+    REQUIRE(std::memcmp(homes_[h]->memory().data(), model_[h].data(), model_[h].size() * 4) == 0);
+  }
+
+  void check() {
+    bench_->device.synchronize(HostDevice::StreamRef{bench_->compute});
+    bench_->device.synchronize(HostDevice::StreamRef{*other_});
+    for (const Job& job : jobs_) REQUIRE(job.seen == job.expected);
+    // Kernels of leases that go on have run as well.
+    jobs_.clear();
+  }
+
+  std::mt19937_64 random_;
+  std::uint64_t unit_words_;
+  std::optional<PagingBench> bench_;
+  std::optional<HostDevice::Stream> other_;
+  std::vector<std::vector<std::uint32_t>> model_;
+  std::vector<std::unique_ptr<TestHome>> homes_;
+  std::optional<SlotPool<Device_>> pool_;
+  std::vector<std::unique_ptr<Player>> players_;
+  std::deque<Job> jobs_;
+};
+
+}  // namespace
+
+TEST_CASE("random programs of four schedulers on three homes, with delayed streams, against plain memory") {
+  const Watchdog watchdog{"random programs", std::chrono::seconds{240}};
+  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+    CAPTURE(seed);
+    RandomProgram{seed, 1_KiB}.run(400);
+  }
+  RandomProgram{100, 256_KiB}.run(60);  // pages of 256 and 384 KiB: streaming copies
 }

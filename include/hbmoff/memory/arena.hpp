@@ -131,6 +131,11 @@ class Arena {
       arena_->slots_[slot_].set_name(name);
     }
 
+    /// From now on the destructor frees in the order of `stream`, which the caller orders behind the buffer's other uses.
+    void move_to(StreamRef stream) noexcept {
+      if (arena_ != nullptr) stream_ = stream;
+    }
+
     /// Gives the block back behind the work put on `stream` so far; work of other streams that uses it must already be
     /// ordered before that. Does nothing on an empty buffer. When a device call fails it throws the device's error and
     /// the buffer still owns its block.
@@ -275,6 +280,7 @@ class Arena {
     std::optional<StreamRef> orphan_of;
     Role role = Role::other;
     bool alive = false;
+    bool unnoted = false;  // freed by a destructor that could not tell the device
     std::uint8_t name_length = 0;
     char name[max_name];
 
@@ -330,6 +336,7 @@ class Arena {
     if (std::uint32_t* link = find_kept(consumer, need)) {
       const std::uint32_t slot = *link;
       const Span span = span_of(slots_[slot].block, bytes);
+      note_freed_late(slot, stream, at);
       device_.note_block(BlockNote::allocated, constant(span), name, stream, at);
       *link = slots_[slot].next;
       --lists_[consumer].kept;
@@ -382,19 +389,20 @@ class Arena {
     StreamList& list = lists_[index];
     if (list.kept == 0) return false;
     if (list.unrecorded) record_free(list, *list.stream, at);
+    list.pooled = list.frees;
+    ++joins_;
     for (std::uint32_t bucket = 0; bucket < (1u << buckets_log2); ++bucket) {
       std::uint32_t& head = kept_[(std::size_t{index} << buckets_log2) + bucket];
       while (head != no_slot) {
         const std::uint32_t slot = head;
+        note_freed_late(slot, *list.stream, at);
         head = slots_[slot].next;
+        --list.kept;
         role_bytes(slots_[slot].role) -= blocks_.size(slots_[slot].block);
         blocks_.free(slots_[slot].block);
         give_slot(slot);
       }
     }
-    list.kept = 0;
-    list.pooled = list.frees;
-    ++joins_;
     return true;
   }
 
@@ -463,6 +471,7 @@ class Arena {
       }
     }
     ++failed_frees_;
+    slots_[slot].unnoted = true;
     const std::uint32_t list = find_list(stream);
     if (list != no_slot) {
       keep(list, slot);
@@ -472,6 +481,13 @@ class Arena {
     slots_[slot].alive = false;
     slots_[slot].orphan_of = stream;
     slots_[slot].next = std::exchange(orphans_, slot);
+  }
+
+  void note_freed_late(std::uint32_t slot, StreamRef stream, std::source_location at) {
+    if (!slots_[slot].unnoted) return;
+    const Span span = span_of(slots_[slot].block, slots_[slot].size);
+    device_.note_block(BlockNote::freed, constant(span), slots_[slot].name_view(), stream, at);
+    slots_[slot].unnoted = false;
   }
 
   // Brings blocks that a destructor could not put on any list to their stream's.

@@ -20,8 +20,9 @@ namespace hbmoff {
 ///   written back if it was written. On a failure it throws, and `PrefetchScheduler::settle` makes up for it.
 /// - destruction of a lease for reading: released in the same way. If that fails, the slot is not used again until
 ///   `settle`.
-/// - destruction of a lease for writing, without `commit()`: discarded, the home stays as it was. But after
-///   `launched()` the slot holds the only true copy: it stays, dirty and unused, until `settle`.
+/// - destruction of a lease for writing, without `commit()`: discarded, the home stays as it was (and what an earlier
+///   lease of the plan committed stays in the slot). But after `launched()` the slot holds the only true copy: it is not
+///   used again before the next call, or `settle`, has put its write-back on the way.
 ///
 /// Nothing here blocks the calling thread. A moved-from lease is empty: `empty()` says so, using it throws.
 template <class Scheduler>
@@ -83,6 +84,7 @@ class Lease {
   /// truth.
   void launched() {
     require();
+    if (!writes(access_)) throw InvalidArgument{"a page leased for reading was written"};
     if constexpr (Scheduler::pages) slot_->launched = true;
   }
 
@@ -94,14 +96,18 @@ class Lease {
   }
 
   /// Ends a lease for reading by handing its memory to the caller, with no copy: `replacement` (at least as large, free
-  /// of unordered work but that on the lease's stream) becomes the slot's memory. The home keeps its content.
-  [[nodiscard]] typename HbmArena<D>::Buffer donate(typename HbmArena<D>::Buffer replacement,
+  /// of unordered work but that on the lease's streams) becomes the slot's memory. The buffer's destructor frees it in
+  /// the order of the stream that the lease was taken for. Throws InvalidArgument when the replacement is too small, and
+  /// when what the page holds is not home but somebody will look for it there; nothing was changed then, nor after
+  /// a failed call.
+  [[nodiscard]] typename HbmArena<D>::Buffer donate(typename HbmArena<D>::Buffer&& replacement,
                                                     std::source_location at = std::source_location::current()) {
     static_assert(Scheduler::pages, "resident memory has no slot to swap");
     require();
     if (access_ != Access::read) throw InvalidArgument{"only a page leased for reading can be donated"};
-    return std::exchange(scheduler_, nullptr)
-        ->donate(*slot_, {streams_.data(), stream_count_}, std::move(replacement), at);
+    auto donated = scheduler_->donate(*slot_, {streams_.data(), stream_count_}, std::move(replacement), at);
+    scheduler_ = nullptr;
+    return donated;
   }
 
  private:

@@ -1,6 +1,7 @@
 // Brings pages into HBM slots in a known order, ahead of their use, and writes back what was written.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -56,10 +57,12 @@ struct SchedulerOptions {
 ///
 /// Failures: a call that throws leaves every page whole and the scheduler usable: the same call may be made again, and
 /// `settle` makes up for releases and write-backs that were cut short. After the loss of the context nothing can be
-/// settled.
+/// settled. After a failed call the streams that leases were used on must exist until the next call that does not throw,
+/// or the scheduler's end.
 ///
 /// One thread at a time uses a scheduler; a call from inside another throws InvalidArgument. It uses streams of its own
-/// and creates neither streams nor events nor heap memory after `add_*`. The destructor waits for its copies.
+/// and creates neither streams nor events nor heap memory after `add_*`. The destructor writes back what was committed,
+/// as `finish` does, and waits for its copies; failures there have no one to be told.
 ///
 /// `Policy` decides at compile time whether there is paging at all: with KeepResident only resident pages exist, a
 /// lease is a pointer, and no stream, event or slot is made.
@@ -94,19 +97,19 @@ class PrefetchScheduler {
   PrefetchScheduler& operator=(const PrefetchScheduler&) = delete;
   ~PrefetchScheduler() {
     if constexpr (pages) {
+      write_back_at_the_end();
       copy_in_->drain();
       if (copy_out_ != copy_in_) copy_out_->drain();
       for (Page& page : pages_) {
         if (page.resident != nullptr) page.resident->settle_for_free(device(), copy_in_->stream());
       }
       for (Home<D>* home : homes_) {
+        home->detach(this);
         home->detach(*copy_in_);
         home->detach(*copy_out_);
       }
       if (pool_ != nullptr) {
-        for (const Page& page : pages_) {
-          if (page.slot != nullptr && !page.slot->permanent) pool_->give_back(client_, *page.slot);
-        }
+        while (!client_.slots.empty()) pool_->give_back(client_, *client_.slots.back());
         pool_->forget(*copy_in_);
         pool_->forget(*copy_out_);
         pool_->leave(client_);
@@ -126,7 +129,8 @@ class PrefetchScheduler {
 
   // ---------------------------------------------------------------------------------------------- pages and plans
 
-  /// Adds a page that lives in its parts' homes. Throws InvalidArgument when it does not fit a slot or a home.
+  /// Adds a page that lives in its parts' homes. Throws InvalidArgument when it does not fit a slot or a home, and when
+  /// two parts overlap in the slot.
   PageId add_page(PageSpec<D> spec)
     requires pages
   {
@@ -134,7 +138,8 @@ class PrefetchScheduler {
     Page page{.label = std::move(spec.label), .transient = spec.transient};
     std::uint64_t end = 0;
     for (const PagePart<D>& part : spec.parts) {
-      if (part.home == nullptr || part.home_offset + part.bytes.count() > part.home->memory().count()) {
+      if (part.home == nullptr || part.home_offset > part.home->memory().count() ||
+          part.bytes.count() > part.home->memory().count() - part.home_offset) {
         throw InvalidArgument{"page " + page.label + ": a part lies outside its home"};
       }
       end = (std::max)(end, part.slot_offset + part.bytes.count());
@@ -144,10 +149,19 @@ class PrefetchScheduler {
                             std::to_string((std::max)(end, spec.slot_bytes.count())) + " bytes, a slot has " +
                             std::to_string(slot_bytes_.count())};
     }
+    std::vector<PagePart<D>> by_slot = spec.parts;
+    std::sort(by_slot.begin(), by_slot.end(),
+              [](const auto& a, const auto& b) { return a.slot_offset < b.slot_offset; });
+    for (std::size_t i = 1; i < by_slot.size(); ++i) {
+      if (by_slot[i].slot_offset < by_slot[i - 1].slot_offset + by_slot[i - 1].bytes.count()) {
+        throw InvalidArgument{"page " + page.label + ": two parts overlap in the slot"};
+      }
+    }
     for (const PagePart<D>& part : spec.parts) {
       attach(*part.home);
       part.home->cut(part.home_offset, part.bytes.count());
       const Range range{part.home, part.home_offset, part.slot_offset, part.bytes.count()};
+      if (part.access == Access::read && range.count != 0) page.partly_read_only = true;
       if (reads(part.access)) append(page.in, range);
       if (writes(part.access)) append(page.out, range);
     }
@@ -175,7 +189,7 @@ class PrefetchScheduler {
 
   /// The memory of a resident page. Whoever touches it other than through a lease sees to the order himself.
   [[nodiscard]] device_span<std::byte> resident_memory(PageId page) const {
-    const Page& p = pages_.at(index(page));
+    const Page& p = page_at(page);
     if constexpr (pages) {
       return p.resident != nullptr ? p.resident->memory() : device_span<std::byte>{};
     } else {
@@ -183,11 +197,25 @@ class PrefetchScheduler {
     }
   }
 
-  /// Adds an order of accesses. Resident pages do not belong into a plan: they can be leased at any time.
+  /// Adds an order of accesses. Throws InvalidArgument for a page that is not this scheduler's, for a resident page
+  /// (these can be leased at any time), and for an access that the page's parts do not serve: reading where no part is
+  /// read, writing where none is written, and writing alone where a part is only read.
   PlanId add_plan(std::vector<PlanStep> steps)
     requires pages
   {
     const Guard guard{*this};
+    for (const PlanStep& step : steps) {
+      const Page& page = page_at(step.page);
+      if (page.resident != nullptr) {
+        throw InvalidArgument{"page " + page.label + " is resident: it cannot be part of a plan"};
+      }
+      if (page.in.empty() && page.out.empty()) continue;  // scratch
+      if ((reads(step.access) && page.in.empty()) || (writes(step.access) && page.out.empty()) ||
+          (step.access == Access::write && page.partly_read_only)) {
+        throw InvalidArgument{"page " + page.label + ": its parts do not serve a " +
+                              std::string{to_string(step.access)} + " access"};
+      }
+    }
     Plan plan{std::move(steps), {}, {}};
     plan.next_use.assign(plan.steps.size(), never);
     std::vector<std::uint32_t> last(pages_.size(), never);
@@ -234,11 +262,12 @@ class PrefetchScheduler {
     requires pages
   {
     const Guard guard{*this};
+    if (static_cast<std::uint32_t>(plan) >= plans_.size()) throw InvalidArgument{"there is no such plan"};
     make_up(at);
     reserve();
     give_up_kept(at);
     for (Page& page : pages_) page.discarded = false;
-    plan_ = &plans_.at(static_cast<std::uint32_t>(plan));
+    plan_ = &plans_[static_cast<std::uint32_t>(plan)];
     cursor_ = 0;
   }
 
@@ -262,7 +291,7 @@ class PrefetchScheduler {
   [[nodiscard]] LeaseType lease(PageId page, StreamRef stream,
                                 std::source_location at = std::source_location::current()) {
     const Guard guard{*this};
-    Page& p = pages_.at(index(page));
+    Page& p = page_at(page);
     if constexpr (!pages) {
       return LeaseType{*this, nullptr, p.memory.bytes(), Access::read_write, true, stream};
     } else {
@@ -277,9 +306,12 @@ class PrefetchScheduler {
       }
       const Access access = plan_->steps[cursor_].access;
       if (p.slot != nullptr && p.slot->leased) throw InvalidArgument{"page " + p.label + " is leased already"};
-      const bool hit = p.slot != nullptr && p.slot->valid && !p.filled;
+      if (!publish_others(p, access, at)) {
+        throw InvalidArgument{"page " + p.label + " overlaps a page whose newest content is leased for writing"};
+      }
       if (p.slot == nullptr) assign(p, take_slot(p, at), page);
       drop_if_stale(p);
+      const bool hit = p.slot->valid && !p.filled;
       if (reads(access) && !p.slot->valid) fill(p, *p.slot, at);
       fill_ahead(at);
       observer_.begin(Activity::stall, stream);
@@ -288,28 +320,34 @@ class PrefetchScheduler {
 
       Slot<D>& slot = *p.slot;
       slot.leased = true;
+      slot.leased_for_writing = writes(access);
       p.discarded = false;
       slot.generation = generation(p);
+      slot.version = version(p);
       slot.next_use = plan_->next_use[cursor_];
       slot.fate = plan_->keep[cursor_]                     ? SlotFate::retain
                   : slot.next_use != never || !p.transient ? SlotFate::write_back
                                                            : SlotFate::release;
       p.filled = false;
-      if (hit) ++stats_.hits;
       ++cursor_;
+      if (hit) ++stats_.hits;
       return LeaseType{*this, &slot, slot.memory().subspan(0, slot_bytes_.count()), access, hit, stream};
     }
   }
 
   /// Of a page leased or about to be leased for writing: only its first `bytes` hold content from now on, and only they
   /// are copied. Stays until it is set again.
-  void limit(PageId page, Bytes bytes) { pages_.at(index(page)).limit = bytes.count(); }
+  void limit(PageId page, Bytes bytes) { page_at(page).limit = bytes.count(); }
 
   /// Ends the plan: kept pages are written back (or dropped, when transient) and `stream` waits for every write-back.
+  /// Throws InvalidArgument, and changes nothing, while a page is leased: its write-back would be missed.
   void finish(StreamRef stream, std::source_location at = std::source_location::current())
     requires pages
   {
     const Guard guard{*this};
+    for (const Slot<D>* slot : client_.slots) {
+      if (slot->leased) throw InvalidArgument{"page " + page_in(*slot).label + " is leased at the end of the plan"};
+    }
     make_up(at);
     give_up_kept(at);
     if (last_write_back_ != 0) copy_out_->order_before(stream, last_write_back_, at);
@@ -327,8 +365,8 @@ class PrefetchScheduler {
 
   /// Whether the page's newest content lies in a slot and not (yet) in its home.
   [[nodiscard]] bool dirty(PageId page) const {
-    const Slot<D>* slot = pages_.at(index(page)).slot;
-    return slot != nullptr && (slot->dirty || slot->launched);
+    const Page& p = page_at(page);
+    return p.slot != nullptr && (p.slot->dirty || p.slot->launched) && p.slot->generation == generation(p);
   }
 
  private:
@@ -345,7 +383,8 @@ class PrefetchScheduler {
   struct Page {
     std::string label;
     bool transient;
-    bool filled = false;  ///< its content came by a fill since its last lease, and not from that lease
+    bool partly_read_only = false;  ///< has a part that is read and not written
+    bool filled = false;  ///< a fill was issued since its last lease
     bool discarded = false;  ///< what it was leased to be written with was given up, so nobody will read it
     Slot<D>* slot = nullptr;  ///< the slot it is in or on its way to
     std::uint64_t limit = ~std::uint64_t{0};
@@ -379,6 +418,12 @@ class PrefetchScheduler {
 
   static std::uint32_t index(PageId page) { return static_cast<std::uint32_t>(page); }
 
+  const Page& page_at(PageId page) const {
+    if (index(page) >= pages_.size()) throw InvalidArgument{"there is no such page"};
+    return pages_[index(page)];
+  }
+  Page& page_at(PageId page) { return const_cast<Page&>(std::as_const(*this).page_at(page)); }
+
   void check_options() {
     if (depth() == 0) throw InvalidArgument{"a depth of 0 slots cannot hold a page"};
     if (options_.guaranteed_slots > depth()) throw InvalidArgument{"guaranteed_slots exceeds the depth"};
@@ -407,8 +452,14 @@ class PrefetchScheduler {
     for (const Home<D>* known : homes_) {
       if (known == &home) return;
     }
+    home.order_taken_before(copy_in_->stream());
+    home.order_taken_before(copy_out_->stream());
+    homes_.reserve(homes_.size() + 1);
+    home.attach({this, [](void* self, const Home<D>& of, std::uint64_t first, std::uint64_t count, bool to_write,
+                          const void* except, std::source_location at) {
+                   return static_cast<PrefetchScheduler*>(self)->publish(of, first, count, to_write, except, at);
+                 }});
     homes_.push_back(&home);
-    home.attach();
   }
 
   // Neighbours in home and slot become one copy.
@@ -438,50 +489,87 @@ class PrefetchScheduler {
     return sum;
   }
 
-  // A copy made under an older generation is worthless, whatever it holds.
-  void drop_if_stale(Page& page) {
-    if (page.slot->generation == generation(page)) return;
-    page.slot->valid = page.slot->dirty = page.slot->launched = false;
+  // Grows whenever a range of the page is written in its home.
+  static std::uint64_t version(const Page& page) {
+    std::uint64_t sum = 0;
+    for (const Range& range : page.in) sum += range.home->version(range.home_offset, range.count);
+    for (const Range& range : page.out) sum += range.home->version(range.home_offset, range.count);
+    return sum;
+  }
+
+  // A copy made under an older generation is worthless, whatever it holds; a clean one also when its home was written.
+  static void drop_if_stale(Page& page) {
+    Slot<D>& slot = *page.slot;
+    if (slot.generation != generation(page)) slot.valid = slot.dirty = slot.launched = false;
+    if (!slot.dirty && slot.version != version(page)) slot.valid = false;
+  }
+
+  // Before a page is leased or filled: see `Home::Sharer::publish`.
+  bool publish_others(const Page& page, Access access, std::source_location at) {
+    const auto publish_all = [&](const std::vector<Range>& ranges, bool to_write) {
+      return std::all_of(ranges.begin(), ranges.end(), [&](const Range& range) {
+        return range.home->publish(range.home_offset, range.count, to_write, page.slot, at);
+      });
+    };
+    return (!reads(access) || publish_all(page.in, false)) && (!writes(access) || publish_all(page.out, true));
+  }
+  bool publish(const Home<D>& home, std::uint64_t first, std::uint64_t count, bool to_write, const void* except,
+               std::source_location at) {
+    make_up(at);
+    for (Slot<D>* slot : client_.slots) {
+      if (!slot->dirty || slot == except) continue;
+      Page& page = page_in(*slot);
+      const auto overlaps = [&](const Range& range) {
+        return range.home == &home && range.home_offset < first + count && first < range.home_offset + range.count;
+      };
+      if (std::none_of(page.out.begin(), page.out.end(), overlaps) &&
+          !(to_write && std::any_of(page.in.begin(), page.in.end(), overlaps))) {
+        continue;
+      }
+      drop_if_stale(page);
+      if (!slot->dirty) continue;
+      if (slot->leased_for_writing) return false;
+      write_back(page, *slot, at);
+    }
+    return true;
   }
 
   void assign(Page& page, Slot<D>& slot, PageId id) {
     slot.page = id;
     slot.valid = slot.dirty = slot.launched = false;
     slot.generation = generation(page);
+    slot.version = version(page);
     slot.fate = SlotFate::retain;
     page.slot = &slot;
     page.filled = false;
   }
 
-  Slot<D>* try_take() { return client_.held < depth() ? pool_->try_take(client_) : nullptr; }
+  Slot<D>* try_take() { return client_.held() < depth() ? pool_->try_take(client_) : nullptr; }
 
   Slot<D>& take_slot(const Page& page, std::source_location at) {
     if (Slot<D>* slot = try_take()) return *slot;
-    if (client_.held < depth()) {
+    if (client_.held() < depth()) {
       if (Slot<D>* slot = pool_->take_from_others(client_, at)) return *slot;
     }
     if (evict_one(at)) {
       if (Slot<D>* slot = try_take()) return *slot;
     }
     std::string holders;
-    for (const Page& other : pages_) {
-      if (other.slot == nullptr || other.slot->permanent) continue;
-      holders += (holders.empty() ? "" : ", ") + other.label + (other.slot->leased ? "" : " (unsettled)");
-    }
-    throw SlotsExhausted{"no slot for page " + page.label + ": all " + std::to_string(client_.held) + " that " +
+    for (const Slot<D>* slot : client_.slots) holders += (holders.empty() ? "" : ", ") + page_in(*slot).label;
+    throw SlotsExhausted{"no slot for page " + page.label + ": all " + std::to_string(client_.held()) + " that " +
                          options_.name + " may hold are leased, by " + (holders.empty() ? "others" : holders)};
   }
 
   // Gives up the kept page whose next use is farthest away.
   bool evict_one(std::source_location at) {
-    Page* victim = nullptr;
-    for (Page& page : pages_) {
-      if (page.slot == nullptr || page.slot->permanent || page.slot->leased || page.slot->unrecorded) continue;
-      if (victim == nullptr || page.slot->next_use > victim->slot->next_use) victim = &page;
+    Slot<D>* victim = nullptr;
+    for (Slot<D>* slot : client_.slots) {
+      if (slot->leased || slot->unrecorded) continue;
+      if (victim == nullptr || slot->next_use > victim->next_use) victim = slot;
     }
     if (victim == nullptr) return false;
+    give_up(page_in(*victim), at);
     ++stats_.evictions;
-    give_up(*victim, at);
     return true;
   }
 
@@ -509,17 +597,31 @@ class PrefetchScheduler {
   }
 
   void give_up(Page& page, std::source_location at) {
-    drop_if_stale(page);
     page.slot->fate = SlotFate::write_back;
     end_use(page, at);
   }
 
   void give_up_kept(std::source_location at) {
-    if (client_.held == 0) return;
-    for (Page& page : pages_) {
-      if (page.slot == nullptr || page.slot->permanent || page.slot->leased || page.slot->unrecorded) continue;
-      if (page.transient) page.slot->dirty = false;  // nobody will read it
-      give_up(page, at);
+    for (std::size_t i = 0; i < client_.slots.size();) {
+      Slot<D>& slot = *client_.slots[i];
+      if (slot.leased || slot.unrecorded) {
+        ++i;
+        continue;
+      }
+      Page& page = page_in(slot);
+      if (page.transient) slot.dirty = false;  // nobody will read it
+      give_up(page, at);  // takes it out of the list
+    }
+  }
+
+  void write_back_at_the_end() noexcept {
+    for (int attempt = 0; attempt < 2 && !device().lost(); ++attempt) {  // a call may fail once without effect
+      try {
+        make_up(std::source_location::current());
+        return give_up_kept(std::source_location::current());
+      } catch (const Error&) {
+        // A destructor has no one to tell. What could not be written back stays as it was at home.
+      }
     }
   }
 
@@ -530,14 +632,12 @@ class PrefetchScheduler {
     return LeaseType{*this, page.slot, page.slot->memory(), Access::read_write, true, stream};
   }
 
+  // The caller has published what others hold of the page.
   void fill(Page& page, Slot<D>& slot, std::source_location at) {
     page.filled = true;  // before anything can fail: a second attempt at the lease must not take it for a hit
+    slot.order_releases_before(device(), copy_in_->stream(), at);
     WaitSet<D> waits;
-    if (slot.last_copy.valid()) {
-      waits.add(slot.last_copy);
-    } else {
-      slot.order_before(device(), copy_in_->stream(), at);
-    }
+    waits.add(slot.last_copy);
     for (const Range& range : page.in) range.home->before_read(range.home_offset, clipped(page, range), waits);
     waits.order_before(copy_in_->stream(), at);
     observer_.begin(Activity::fill, copy_in_->stream());
@@ -549,11 +649,12 @@ class PrefetchScheduler {
                           copy_in_->stream(), at);
       stats_.h2d_bytes += count;
       // Noted copy by copy: should the next one fail, this one is in flight all the same.
-      slot.last_copy = {copy_in_, copy_in_->advance()};
+      slot.note_copy({copy_in_, copy_in_->advance()});
       range.home->note_read(range.home_offset, count, slot.last_copy);
     }
     slot.valid = true;
     slot.generation = generation(page);
+    slot.version = version(page);
     observer_.end(Activity::fill, copy_in_->stream());
     if (page.in.empty()) return;
     ++stats_.fills;
@@ -574,8 +675,8 @@ class PrefetchScheduler {
       if (page.slot != nullptr) {
         if (page.slot->leased) continue;
         drop_if_stale(page);
-        if (page.slot->valid || !reads(step.access)) continue;
-        fill(page, *page.slot, at);  // assigned by a call that failed before its fill
+        if (page.slot->valid || !reads(step.access) || !publish_others(page, step.access, at)) continue;
+        fill(page, *page.slot, at);  // out of date, or assigned by a call that failed before its fill
         continue;
       }
       if (page.transient && page.discarded) continue;
@@ -583,7 +684,8 @@ class PrefetchScheduler {
         ++spoken_for;
         continue;
       }
-      if (client_.held + spoken_for >= depth() || pool_->available(client_) <= spoken_for) return;
+      if (client_.held() + spoken_for >= depth() || pool_->available(client_) <= spoken_for) return;
+      if (!publish_others(page, step.access, at)) return;
       assign(page, *try_take(), step.page);
       page.slot->next_use = i;
       fill(page, *page.slot, at);
@@ -591,8 +693,9 @@ class PrefetchScheduler {
   }
 
   void write_back(Page& page, Slot<D>& slot, std::source_location at) {
-    slot.order_before(device(), copy_out_->stream(), at);
+    slot.order_releases_before(device(), copy_out_->stream(), at);
     WaitSet<D> waits;
+    waits.add(slot.last_copy);
     for (const Range& range : page.out) range.home->before_write(range.home_offset, clipped(page, range), waits);
     waits.order_before(copy_out_->stream(), at);
     observer_.begin(Activity::write_back, copy_out_->stream());
@@ -604,11 +707,13 @@ class PrefetchScheduler {
                           device_span<const std::byte>{slot.memory().subspan(range.slot_offset, count)},
                           copy_out_->stream(), at);
       stats_.d2h_bytes += count;
-      mark = slot.last_copy = {copy_out_, copy_out_->advance()};
+      mark = {copy_out_, copy_out_->advance()};
+      slot.note_copy(mark);
       last_write_back_ = mark.ticket;
       range.home->note_write(range.home_offset, count, mark);
     }
     slot.dirty = slot.launched = false;
+    slot.version = version(page);
     observer_.end(Activity::write_back, copy_out_->stream());
     if (!mark.valid()) return;
     ++stats_.write_backs;
@@ -619,6 +724,7 @@ class PrefetchScheduler {
   void end_use(Page& page, std::source_location at) {
     Slot<D>& slot = *page.slot;
     if (slot.fate == SlotFate::retain) return;
+    drop_if_stale(page);
     if (slot.dirty && slot.fate == SlotFate::write_back) write_back(page, slot, at);
     if (options_.fill_evicted) poison(slot, at);
     page.slot = nullptr;
@@ -629,7 +735,7 @@ class PrefetchScheduler {
   void poison(Slot<D>& slot, std::source_location at) {
     slot.order_before(device(), copy_out_->stream(), at);
     device().fill_async(slot.memory(), std::byte{0xff}, copy_out_->stream(), at);
-    slot.last_copy = {copy_out_, copy_out_->advance()};
+    slot.note_copy({copy_out_, copy_out_->advance()});
     copy_out_->record(at);
   }
 
@@ -641,8 +747,8 @@ class PrefetchScheduler {
 
   // The lease's streams become what later work on the slot waits for. They waited for the last copy themselves.
   void note_streams(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams) {
-    slot.leased = false;
-    slot.last_copy = {};
+    slot.leased = slot.leased_for_writing = false;
+    if (!std::exchange(slot.copied_under_lease, false)) slot.last_copy = {};
     slot.release_count = static_cast<std::uint32_t>(streams.size());
     for (std::uint32_t i = 0; i < slot.release_count; ++i) slot.releases[i].stream = streams[i];
     slot.unrecorded = true;
@@ -663,8 +769,10 @@ class PrefetchScheduler {
     if (!slot.permanent && written) {
       stale = slot.generation != generation(page_in(slot));
       slot.valid = slot.dirty = !stale;
+      slot.version = version(page_in(slot));
       if (stale) slot.fate = SlotFate::release;
     }
+    slot.launched = false;  // from here on `dirty` says it
     end_lease_now(slot, at);
     if (stale) {
       throw InvalidArgument{"a page was leased before its home was loaded anew; what was written to it is dropped"};
@@ -676,11 +784,12 @@ class PrefetchScheduler {
     if (slot.permanent) {
       slot.launched = false;
     } else if (slot.launched) {
+      slot.version = version(page_in(slot));
       slot.valid = slot.dirty = true;
       slot.fate = SlotFate::write_back;
       unsettled_ = true;
       return;
-    } else if (for_writing) {
+    } else if (for_writing && !slot.dirty) {
       page_in(slot).discarded = true;
       slot.valid = slot.dirty = false;
       slot.fate = SlotFate::release;
@@ -694,21 +803,33 @@ class PrefetchScheduler {
   }
 
   typename HbmArena<D>::Buffer donate(Slot<D>& slot, std::span<const std::optional<StreamRef>> streams,
-                                      typename HbmArena<D>::Buffer replacement, std::source_location at) {
+                                      typename HbmArena<D>::Buffer&& replacement, std::source_location at) {
     const Guard guard{*this};
-    note_streams(slot, streams);
-    const bool fits = !slot.permanent && replacement.size() >= slot_bytes_;
-    if (fits) {
-      std::swap(slot.buffer, replacement);
-      slot.valid = slot.dirty = false;
-      slot.fate = SlotFate::release;
+    if (replacement.size() < slot_bytes_) {
+      throw InvalidArgument{"a donated page needs a replacement that is no smaller than its slot"};
     }
-    end_lease_now(slot, at);
-    if (!fits) throw InvalidArgument{"a donated page needs a slot, and a replacement that is no smaller than it"};
-    return replacement;
+    if (slot.dirty && slot.fate != SlotFate::release) {
+      throw InvalidArgument{"page " + page_in(slot).label + " cannot be donated: its content is not home yet"};
+    }
+    // While it is leased still, so that a failure changes nothing.
+    for (std::uint32_t i = 0; i < streams.size(); ++i) device().record(slot.releases[i].event, *streams[i], at);
+    note_streams(slot, streams);
+    slot.unrecorded = false;
+    slot.valid = slot.dirty = false;
+    slot.fate = SlotFate::release;
+    typename HbmArena<D>::Buffer donated = std::exchange(slot.buffer, std::move(replacement));
+    slot.buffer.move_to(pool_->stream());
+    donated.move_to(*streams[0]);
+    try {
+      end_lease_now(slot, at);
+    } catch (const Error&) {
+      // The donation is done: what is left to do for the slot, the next call makes up for, or reports.
+    }
+    return donated;
   }
 
   Page& page_in(const Slot<D>& slot) { return pages_[index(*slot.page)]; }
+  const Page& page_in(const Slot<D>& slot) const { return pages_[index(*slot.page)]; }
 
   HbmArena<D>* arena_;
   SchedulerOptions options_;

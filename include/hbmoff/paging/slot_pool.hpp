@@ -40,16 +40,19 @@ struct Slot {
   bool valid = false;       ///< holds the page's content
   bool dirty = false;       ///< newer than the home
   bool leased = false;
+  bool leased_for_writing = false;
   bool launched = false;    ///< a kernel that writes it was launched: the slot is the truth until written back
   bool unrecorded =
       false;  ///< its lease ended but a release could not be recorded: never reused before that is made up for
   bool permanent = false;   ///< a resident page's memory: never written back, never given to another page
   std::uint64_t generation = 0;  ///< of the homes when it was filled or leased for writing
+  std::uint64_t version = 0;     ///< of its ranges of the homes then, or when it was written
   std::uint32_t next_use = 0;    ///< position in the plan, for eviction
 
-  // What work on the slot must come after: the last copy, or, once a lease was released, that lease's streams
-  // (which waited for the copy). Exactly one of the two is current.
+  // What work on the slot must come after: the last copy, and the streams of the last lease where no copy waited for
+  // them since.
   Mark<D> last_copy;
+  bool copied_under_lease = false;  ///< the lease's streams did not wait for the last copy
   std::array<Release, max_streams_per_lease> releases;
   std::uint32_t release_count = 0;
 
@@ -57,12 +60,25 @@ struct Slot {
 
   /// Makes later work on `stream` come after everything that was done to the slot.
   void order_before(D& device, typename D::StreamRef stream, std::source_location at) {
-    if (last_copy.valid()) {
-      if (last_copy.timeline->stream() != stream) last_copy.timeline->order_before(stream, last_copy.ticket, at);
-      return;
+    if (last_copy.valid() && last_copy.timeline->stream() != stream) {
+      last_copy.timeline->order_before(stream, last_copy.ticket, at);
     }
+    order_releases_before(device, stream, at);
+  }
+  /// As above, but for the last copy.
+  void order_releases_before(D& device, typename D::StreamRef stream, std::source_location at) {
     for (std::uint32_t i = 0; i < release_count; ++i) {
       if (*releases[i].stream != stream) device.wait(stream, releases[i].event, at);
+    }
+  }
+
+  /// Notes a copy on a stream that was ordered behind everything else that was done to the slot.
+  void note_copy(Mark<D> mark) {
+    last_copy = mark;
+    if (leased) {
+      copied_under_lease = true;
+    } else {
+      release_count = 0;
     }
   }
 
@@ -87,10 +103,12 @@ class SlotPool {
   /// How a scheduler takes part; it lives inside the scheduler.
   struct Client {
     std::uint32_t guaranteed = 0;
-    std::uint32_t held = 0;
+    std::vector<Slot<D>*> slots = {};  ///< those it holds
     void* scheduler = nullptr;
     /// Gives one kept, unleased slot back to the pool (written back first if need be); false if there is none.
     bool (*evict_one)(void* scheduler, std::source_location at) = nullptr;
+
+    [[nodiscard]] std::uint32_t held() const { return static_cast<std::uint32_t>(slots.size()); }
   };
 
   /// Takes the slots from `arena`, and gives them back, in the order of `stream`, which outlives the pool.
@@ -114,6 +132,8 @@ class SlotPool {
   }
 
   [[nodiscard]] Bytes slot_bytes() const { return slot_bytes_; }
+  /// In whose order the slots' memory is given back.
+  [[nodiscard]] typename D::StreamRef stream() const { return stream_; }
   [[nodiscard]] std::uint32_t count() const { return static_cast<std::uint32_t>(slots_.size()); }
   [[nodiscard]] std::uint32_t free_count() const { return static_cast<std::uint32_t>(free_.size()); }
 
@@ -125,6 +145,7 @@ class SlotPool {
       throw InvalidArgument{"a pool of " + std::to_string(slots_.size()) + " slots cannot guarantee " +
                             std::to_string(promised)};
     }
+    client.slots.reserve(slots_.size());
     clients_.push_back(&client);
   }
   /// The client holds no slot any more.
@@ -134,7 +155,7 @@ class SlotPool {
   [[nodiscard]] std::uint32_t available(const Client& client) const {
     std::uint32_t reserved = 0;
     for (const Client* other : clients_) {
-      if (other != &client && other->guaranteed > other->held) reserved += other->guaranteed - other->held;
+      if (other != &client && other->guaranteed > other->held()) reserved += other->guaranteed - other->held();
     }
     return free_count() > reserved ? free_count() - reserved : 0;
   }
@@ -144,25 +165,26 @@ class SlotPool {
     if (available(client) == 0) return nullptr;
     Slot<D>* slot = free_.front();
     free_.erase(free_.begin());  // a handful of pointers
-    ++client.held;
+    client.slots.push_back(slot);
     return slot;
   }
 
   /// As `try_take`, after making other clients give up slots that they keep beyond their guarantee.
   Slot<D>* take_from_others(Client& client, std::source_location at) {
     for (Client* other : clients_) {
-      while (other != &client && other->held > other->guaranteed && other->evict_one(other->scheduler, at)) {
+      while (other != &client && other->held() > other->guaranteed && other->evict_one(other->scheduler, at)) {
         if (Slot<D>* slot = try_take(client)) return slot;
       }
     }
     return nullptr;
   }
 
+  /// A slot whose release could not be recorded is never handed out again: nobody could wait for it.
   void give_back(Client& client, Slot<D>& slot) noexcept {
     slot.page.reset();
-    slot.valid = slot.dirty = slot.leased = slot.launched = false;
-    free_.push_back(&slot);  // within the reserved room
-    --client.held;
+    slot.valid = slot.dirty = slot.leased = slot.leased_for_writing = slot.launched = false;
+    std::erase(client.slots, &slot);
+    if (!slot.unrecorded) free_.push_back(&slot);  // within the reserved room
   }
 
   /// Forgets the points of a timeline that was drained and is about to end.
