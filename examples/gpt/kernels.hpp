@@ -38,12 +38,13 @@ struct Workers {
 /// A multiple of 64 floats, so that pieces of scratch stay 256-byte aligned.
 constexpr uint64_t padded(uint64_t floats) { return (floats + 63) / 64 * 64; }
 
-/// e^x within 2 ulp for x <= 0, without a table or a call, so that loops over it become vector code: 2^n times a
-/// polynomial (Taylor's, degree 7) on |r| <= ln 2 / 2.
+/// e^x within a few ulp for x <= 0 (about e^-87 below -87; NaN for infinities and NaN), without a table, a call or a
+/// branch, so that loops over it become vector code: 2^n times a polynomial (Taylor's, degree 7) on |r| <= ln 2 / 2.
 inline float exp_nonpositive(float x) {
-  x = std::max(x, -87.0f);
-  const float n = static_cast<float>(static_cast<int>(x * 1.44269504f - 0.5f));  // truncation rounds x <= 0 to nearest
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
+  // Among numbers that are not positive the larger has the smaller bits. Of std::max g++ makes a branch.
+  const float y = std::bit_cast<float>(std::min(std::bit_cast<std::uint32_t>(x), std::bit_cast<std::uint32_t>(-87.0f)));
+  const float n = static_cast<float>(static_cast<int>(y * 1.44269504f - 0.5f));  // truncation rounds y <= 0 to nearest
+  const float r = (y - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
   float p = 1.0f / 5040;
   p = p * r + 1.0f / 720;
   p = p * r + 1.0f / 120;
@@ -52,12 +53,27 @@ inline float exp_nonpositive(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
+  return p * std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23) + (x - x);
 }
 
 inline float tanh_fast(float x) {
   const float e = exp_nonpositive(-2.0f * std::fabs(x));
   return std::copysign((1.0f - e) / (1.0f + e), x);
+}
+
+/// Sum of f(i) for i < n, in 16 lanes of a fixed order, so that it becomes vector code without changing a bit.
+template <class F>
+float sum_of(uint64_t n, const F& f) {
+  constexpr uint64_t lanes = 16;
+  float sums[lanes] = {};
+  uint64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    for (uint64_t lane = 0; lane < lanes; ++lane) sums[lane] += f(i + lane);
+  }
+  for (uint64_t lane = 0; i + lane < n; ++lane) sums[lane] += f(i + lane);
+  float sum = 0;
+  for (const float lane : sums) sum += lane;
+  return sum;
 }
 
 // ---------------------------------------------------------------------------------------------------- products
@@ -92,18 +108,24 @@ void linear_forward(const Workers& workers, Y* y, const T* x, const T* w, const 
   workers.pool->run(row_blocks * column_blocks, [&](uint64_t block, std::uint32_t thread) {
     const uint64_t r0 = block % row_blocks * row_block, rows = std::min(row_block, n - r0);
     const uint64_t c0 = block / row_blocks * column_block, columns = std::min(column_block, o - c0);
-    float* out = workers.of(thread);
-    float* x_scratch = out + padded(row_block * std::max(column_block, k));
+    float* scratch = workers.of(thread);
+    float* x_scratch = scratch + padded(row_block * std::max(column_block, k));
     const float* xf = as_floats(x + r0 * k, rows * k, x_scratch);
     const float* wf = as_floats(w + c0 * k, columns * k, x_scratch + padded(row_block * k));
-    gemm(CblasNoTrans, CblasTrans, rows, columns, k, xf, k, wf, k, 0.0f, out, columns);
-    for (uint64_t r = 0; r < rows; ++r) {
-      Y* to = y + (r0 + r) * o + c0;
-      const float* from = out + r * columns;
-      if (bias == nullptr) {
-        for (uint64_t c = 0; c < columns; ++c) to[c] = from_float<Y>(from[c]);
-      } else {
-        for (uint64_t c = 0; c < columns; ++c) to[c] = from_float<Y>(from[c] + to_float(bias[c0 + c]));
+    Y* to = y + r0 * o + c0;
+    float* out = scratch;  // fp32 results are made in place
+    uint64_t stride = columns;
+    if constexpr (sizeof(Y) == sizeof(float)) {
+      out = to;
+      stride = o;
+    }
+    for (uint64_t r = 0; bias != nullptr && r < rows; ++r) {
+      for (uint64_t c = 0; c < columns; ++c) out[r * stride + c] = to_float(bias[c0 + c]);
+    }
+    gemm(CblasNoTrans, CblasTrans, rows, columns, k, xf, k, wf, k, bias == nullptr ? 0.0f : 1.0f, out, stride);
+    if constexpr (sizeof(Y) != sizeof(float)) {
+      for (uint64_t r = 0; r < rows; ++r) {
+        for (uint64_t c = 0; c < columns; ++c) to[r * o + c] = from_float<Y>(out[r * stride + c]);
       }
     }
   });
@@ -194,11 +216,9 @@ void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, 
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
       const T* row = x + i * c;
-      float sum = 0;
-      for (uint64_t j = 0; j < c; ++j) sum += to_float(row[j]);
-      const float mean = sum / static_cast<float>(c);
-      float squares = 0;
-      for (uint64_t j = 0; j < c; ++j) squares += (to_float(row[j]) - mean) * (to_float(row[j]) - mean);
+      const float mean = sum_of(c, [&](uint64_t j) { return to_float(row[j]); }) / static_cast<float>(c);
+      const float squares =
+          sum_of(c, [&](uint64_t j) { return (to_float(row[j]) - mean) * (to_float(row[j]) - mean); });
       const float rstd = 1.0f / std::sqrt(squares / static_cast<float>(c) + 1e-5f);
       stats[2 * i] = mean;
       stats[2 * i + 1] = rstd;
@@ -216,18 +236,11 @@ void layer_norm_backward(const Workers& workers, float* dx, T* dweight, T* dbias
   workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
     for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
       const float mean = stats[2 * i], rstd = stats[2 * i + 1];
-      float sum = 0, sum_h = 0;
-      for (uint64_t j = 0; j < c; ++j) {
-        const float g = dy[i * c + j] * to_float(weight[j]);
-        sum += g;
-        sum_h += g * ((to_float(x[i * c + j]) - mean) * rstd);
-      }
-      sum /= static_cast<float>(c);
-      sum_h /= static_cast<float>(c);
-      for (uint64_t j = 0; j < c; ++j) {
-        const float g = dy[i * c + j] * to_float(weight[j]);
-        dx[i * c + j] += rstd * (g - sum - (to_float(x[i * c + j]) - mean) * rstd * sum_h);
-      }
+      const auto g = [&](uint64_t j) { return dy[i * c + j] * to_float(weight[j]); };
+      const auto h = [&](uint64_t j) { return (to_float(x[i * c + j]) - mean) * rstd; };
+      const float mean_g = sum_of(c, g) / static_cast<float>(c);
+      const float mean_gh = sum_of(c, [&](uint64_t j) { return g(j) * h(j); }) / static_cast<float>(c);
+      for (uint64_t j = 0; j < c; ++j) dx[i * c + j] += rstd * (g(j) - mean_g - h(j) * mean_gh);
     }
   });
   workers.pool->run((c + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
@@ -292,8 +305,7 @@ void attention_forward(const Workers& workers, T* out, float* lse, const T* qkv,
         float top = row[0];
         for (uint64_t j = 1; j < seen; ++j) top = std::max(top, row[j]);
         for (uint64_t j = 0; j < seen; ++j) row[j] = exp_nonpositive(row[j] - top);
-        float sum = 0;
-        for (uint64_t j = 0; j < seen; ++j) sum += row[j];
+        const float sum = sum_of(seen, [&](uint64_t j) { return row[j]; });
         for (uint64_t j = 0; j < seen; ++j) row[j] /= sum;
         std::fill(row + seen, row + columns, 0.0f);
         lse[(first + r0 + r) * heads + h] = top + std::log(sum);
@@ -334,8 +346,7 @@ void attention_backward(const Workers& workers, float* dqkv, const float* dout, 
         float *row = p + r * columns, *drow = dp + r * columns;
         const uint64_t seen = r0 + r + 1;
         const float norm = lse[(first + r0 + r) * heads + h];
-        float dot = 0;
-        for (uint64_t j = 0; j < d; ++j) dot += dO[(r0 + r) * d + j] * o[(r0 + r) * d + j];
+        const float dot = sum_of(d, [&](uint64_t j) { return dO[(r0 + r) * d + j] * o[(r0 + r) * d + j]; });
         // A score exceeds its row's lse only by rounding.
         for (uint64_t j = 0; j < seen; ++j) row[j] = exp_nonpositive(std::min(row[j] - norm, 0.0f));
         for (uint64_t j = 0; j < seen; ++j) drow[j] = row[j] * (drow[j] - dot);
