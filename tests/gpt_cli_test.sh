@@ -63,6 +63,7 @@ refused "--context" "${small[@]}" --context 18446744073709551616
 refused "--hbm" "${small[@]}" --hbm 99999999999GiB
 refused "--page" "${small[@]}" --page 0
 refused "--lr" "${small[@]}" --lr nan
+refused "--page" "${small[@]}" --page 512
 refused "4 EiB" "${small[@]}" --layers 1000000 --channels 1000000 --heads 1
 refused "--save-every needs --save" "${small[@]}" --save-every 2
 
@@ -174,6 +175,8 @@ resident=$(field peak_hbm_bytes)
 digest=$(field digest)
 run 0 "${deep[@]}" --steps 1 --summary json --hbm "$resident"
 check "the digest at the very limit" test "$(field digest)" = "$digest"
+run 0 "${deep[@]}" --steps 1 --summary json --hbm 1024TiB
+check "the digest under a limit that no machine has" test "$(field digest)" = "$digest"
 for percent in 99 80 60 50; do over $((resident * percent / 100)) "${deep[@]}"; done
 over $((resident - 1)) "${deep[@]}"
 over $((resident * 70 / 100)) "${deep[@]}" --dtype bf16 --micro-batches 2

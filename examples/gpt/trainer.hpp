@@ -183,7 +183,7 @@ class Trainer {
                                           .ring_capacity = 4096,
                                           .host_to_device = {.gigabytes_per_second = o_.link_gbps},
                                           .device_to_host = {.gigabytes_per_second = o_.link_gbps}}},
-        hbm_{device_, limit_},
+        hbm_{device_, estimate_.total(hbmoff::Tier::hbm)},  // a limit may be higher than what this machine has
         host_{device_, estimate_.total(hbmoff::Tier::pinned_host) + hbmoff::arena_footprint(staging_bytes)},
         stream_{device_.create_stream("compute")}, recorder_{device_, recorder_size(), stream_},
         staging_{host_.allocate(staging_bytes, "staging", Role::workspace, stream_)},
