@@ -37,8 +37,8 @@ out=build/quickstart
 mkdir -p $out
 echo "building (the compiler's words are in $out/build.log)"
 # A compiler newer than those hbmoff is tested with may warn of something; that is no reason to stop here.
-{ cmake --preset release --compile-no-warning-as-error && cmake --build --preset release --target train_gpt; } >$out/build.log 2>&1 ||
-  { tail -n 40 $out/build.log; fail "the build failed"; }
+{ cmake --preset release --compile-no-warning-as-error && cmake --build --preset release --target train_gpt; } \
+  >$out/build.log 2>&1 || { tail -n 40 $out/build.log; fail "the build failed"; }
 train_gpt=build/release/bin/train_gpt
 text=examples/gpt/text/war_and_peace.txt
 [ "$(wc -c <$text)" -ge 1000000 ] || fail "$text is smaller than 1 MB"

@@ -264,6 +264,7 @@ std::optional<Options> parse_options(int argc, const char* const* argv, std::ost
   app.set_version_flag("--version", "train_gpt of hbmoff " + std::to_string(hbmoff::version_major) + "." +
                                         std::to_string(hbmoff::version_minor) + "." +
                                         std::to_string(hbmoff::version_patch));
+  app.footer("Exit codes: 0 done, 2 bad input, 3 over the HBM limit, 130 stopped by Ctrl-C, 1 anything else.");
   std::vector<Flag> flags = make_flags();
   for (Flag& flag : flags) {
     app.add_option(flag.name, flag.text, flag.help)
