@@ -32,20 +32,26 @@ struct AdamWPage {
   std::uint32_t first_slice = 0;
   std::uint32_t slice_count = 0;
 
+  /// Bytes that no two arrays may lie (almost) a multiple of apart, because they are walked in lockstep: 128 MiB, and
+  /// half of it where a third array lies twice a stride from the first. See `arena_footprint` for the figures.
+  [[nodiscard]] static constexpr std::uint64_t period(bool master) { return std::uint64_t{master ? 64u : 128u} << 20; }
+  static constexpr std::uint64_t stagger = 4096 + 256;  ///< bytes; nearer than that is almost
+
+  /// Bytes from the start of one array to the start of the next, a multiple of 256.
   [[nodiscard]] std::uint64_t stride() const {
-    // Arrays walked in lockstep must not start a multiple of 128 MiB apart; see `BlockAllocator` for the figures.
     const std::uint64_t packed = round_up(elements * 4, 256);
-    return packed != 0 && packed % (std::uint64_t{128} << 20) == 0 ? packed + 4352 : packed;
+    const std::uint64_t phase = packed % period(master);
+    if (packed >= period(master) && phase < stagger) return packed + stagger;
+    return phase > period(master) - stagger ? packed + 2 * stagger : packed;
   }
   /// Bytes of the page, which travel as one copy. The last array is not padded.
   [[nodiscard]] Bytes bytes() const { return Bytes{stride() * (master ? 2 : 1) + elements * 4}; }
 };
 
 struct AdamWLayout {
-  std::vector<AdamWPage> pages;    ///< pages with a home below HBM first, in the order of the sweep
+  std::vector<AdamWPage> pages;  ///< pages with a home below HBM first, in the order of the sweep
   std::vector<AdamWSlice> slices;  ///< page by page
-  std::uint64_t leaves = 0;        ///< of all gradients' norms
-  Bytes slot_bytes;                ///< of the largest page with a home below HBM; 0 when there is none
+  Bytes slot_bytes;  ///< of the largest page with a home below HBM; 0 when there is none
 };
 
 /// What the policy is asked about a weight's AdamW state.
@@ -73,7 +79,11 @@ template <OffloadPolicy Policy>
                               Family{false, Tier::hbm}, Family{true, Tier::hbm}}) {
     const std::uint64_t arrays = family.master ? 3 : 2;
     // A multiple of 64, so that a full page has no padding between its arrays.
-    const std::uint64_t capacity = page.count() / (4 * arrays) / 64 * 64;
+    std::uint64_t capacity = page.count() / (4 * arrays) / 64 * 64;
+    // Nor does a full page need what `stride` adds, which would make it larger than `page`.
+    const std::uint64_t period = AdamWPage::period(family.master) / 4, stagger = AdamWPage::stagger / 4;
+    if (capacity + stagger > period && (capacity + stagger) % period < 3 * stagger)
+      capacity = (capacity + stagger) / period * period - stagger;
     if (capacity == 0) {
       throw InvalidArgument{"a page of " + to_string(page) + " is too small: 64 elements of the state need " +
                             std::to_string(256 * arrays) + " bytes"};

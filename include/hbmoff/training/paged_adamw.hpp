@@ -323,7 +323,7 @@ class PagedAdamW {
     device().synchronize(StreamRef{control_});
   }
 
-  /// Traffic of the pages since construction (the 40 bytes of a report are not counted).
+  /// Traffic of the pages since construction (the 32 bytes of a report are not counted).
   [[nodiscard]] TransferStats stats() const { return scheduler_ ? scheduler_->stats() : TransferStats{}; }
   /// Pages with a home below HBM, and pages in all; known after `prepare`.
   [[nodiscard]] std::uint32_t offloaded_pages() const { return offloaded_; }
@@ -661,7 +661,14 @@ class PagedAdamW {
     if (box.step != step) throw InvalidArgument{"step " + std::to_string(step) + " was cut short: call resume(stream)"};
     return box;
   }
+  // What lies in memory that is addresses only cannot be read.
+  void require_memory() const {
+    if constexpr (requires { hbm_->device().no_touch(); }) {
+      if (device().no_touch()) throw InvalidArgument{"the device touches no memory: there is nothing to read or write"};
+    }
+  }
   [[nodiscard]] StepReport read_report(std::uint64_t step) const {
+    require_memory();
     adamw_kernels::Report report;
     std::memcpy(&report, report_slot(step).data(), sizeof report);
     return {report.step, report.norm, report.applied != 0, report.skipped_total};
@@ -671,6 +678,7 @@ class PagedAdamW {
   void settle_for_host() {
     require_idle();
     if (!prepared_) throw InvalidArgument{"the optimizer has no state yet: call prepare(stream) or step(stream) first"};
+    require_memory();
     device().wait(control_, settled_);
     device().synchronize(StreamRef{control_});
   }
