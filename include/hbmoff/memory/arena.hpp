@@ -131,7 +131,8 @@ class Arena {
       arena_->slots_[slot_].set_name(name);
     }
 
-    /// From now on the destructor frees in the order of `stream`, which the caller orders behind the buffer's other uses.
+    /// From now on the destructor frees in the order of `stream`, which the caller orders behind the buffer's other
+    /// uses.
     void move_to(StreamRef stream) noexcept {
       if (arena_ != nullptr) stream_ = stream;
     }
@@ -301,7 +302,7 @@ class Arena {
     std::uint64_t pooled = 0;  // what `frees` was when its blocks last joined the pool
     std::uint64_t seen_joins = 0;  // what `joins_` was when the stream was last ordered behind the pool
     std::uint32_t kept = 0;  // blocks in its buckets
-    bool unrecorded = false;  // a kept block was freed without a record: none may join the pool before one
+    bool unsettled = false;  // some kept block was freed by a destructor whose device call failed
   };
 
   Arena(D& device, Reservation reservation, ArenaOptions options, std::source_location at)
@@ -388,28 +389,38 @@ class Arena {
   bool join_pool(std::uint32_t index, std::source_location at) {
     StreamList& list = lists_[index];
     if (list.kept == 0) return false;
-    if (list.unrecorded) record_free(list, *list.stream, at);
+    if (list.unsettled) settle(index, at);
     list.pooled = list.frees;
     ++joins_;
     for (std::uint32_t bucket = 0; bucket < (1u << buckets_log2); ++bucket) {
       std::uint32_t& head = kept_[(std::size_t{index} << buckets_log2) + bucket];
       while (head != no_slot) {
         const std::uint32_t slot = head;
-        note_freed_late(slot, *list.stream, at);
         head = slots_[slot].next;
-        --list.kept;
         role_bytes(slots_[slot].role) -= blocks_.size(slots_[slot].block);
         blocks_.free(slots_[slot].block);
         give_slot(slot);
       }
     }
+    list.kept = 0;
     return true;
+  }
+
+  // Makes up for what destructors could not do: tells the device of the blocks freed, then records the event behind
+  // all of them.
+  void settle(std::uint32_t index, std::source_location at) {
+    StreamList& list = lists_[index];
+    for (std::uint32_t bucket = 0; bucket < (1u << buckets_log2); ++bucket) {
+      std::uint32_t slot = kept_[(std::size_t{index} << buckets_log2) + bucket];
+      for (; slot != no_slot; slot = slots_[slot].next) note_freed_late(slot, *list.stream, at);
+    }
+    record_free(list, *list.stream, at);
+    list.unsettled = false;
   }
 
   void record_free(StreamList& list, StreamRef stream, std::source_location at) {
     device_.record(list.event, stream, at);
     ++list.frees;
-    list.unrecorded = false;  // the record covers all that the stream freed earlier
   }
 
   // The list that tracks `stream`, which takes the next list in turn when it has none.
@@ -422,7 +433,7 @@ class Arena {
     // one is behind the earlier ones too.
     if (list.frees != 0) device_.wait(stream, list.event, at);
     list.stream = stream;
-    list.unrecorded = false;
+    list.unsettled = false;
     list.seen_joins = 0;
     std::fill_n(&ordered_[std::size_t{next_list_} * lists_.size()], lists_.size(), 0);
     return std::exchange(next_list_, (next_list_ + 1) % static_cast<std::uint32_t>(lists_.size()));
@@ -475,7 +486,7 @@ class Arena {
     const std::uint32_t list = find_list(stream);
     if (list != no_slot) {
       keep(list, slot);
-      lists_[list].unrecorded = true;
+      lists_[list].unsettled = true;
       return;
     }
     slots_[slot].alive = false;
@@ -498,7 +509,7 @@ class Arena {
       orphans_ = slots_[slot].next;
       slots_[slot].orphan_of.reset();
       keep(list, slot);
-      lists_[list].unrecorded = true;
+      lists_[list].unsettled = true;
     }
   }
 

@@ -35,8 +35,9 @@ inline std::uint64_t read_number(const std::string& path, std::string_view key, 
     if (line.compare(0, key.size(), key) != 0) continue;
     std::istringstream rest{line.substr(key.size())};
     std::uint64_t value = 0;
-    if (rest >> value) return value > missing / unit ? missing : value * unit;  // "max" is no number
-    return missing;
+    if (!(rest >> value)) return missing;  // "max" is no number
+    constexpr std::uint64_t most = ~std::uint64_t{0};
+    return value > most / unit ? most : value * unit;
   }
   return missing;
 }
