@@ -103,7 +103,11 @@ struct Program {
     }
     cut = pieces->add_plan(steps);
     resident = layers->add_resident_page("resident", page_bytes, Role::other, bench.compute);
-    attempt([&] { bench.device.fill_async(layers->resident_memory(resident), std::byte{0}, bench.compute); });
+    attempt([&] {
+      auto lease = layers->lease(resident, bench.compute);
+      bench.device.fill_async(lease.bytes(), std::byte{0}, bench.compute);
+      lease.commit();
+    });
     attempt([&] { bench.device.synchronize(HostDevice::StreamRef{bench.compute}); });
     sweeper->reserve();
   }
