@@ -23,6 +23,8 @@ using std::uint64_t;
 
 /// Rows of an output that one block computes.
 inline constexpr uint64_t row_block = 64;
+/// Elements that one block of an elementwise kernel computes.
+inline constexpr uint64_t element_block = 16384;
 /// Columns of an output, or vocabulary entries, that one product computes; bounds the fp32 scratch.
 inline constexpr uint64_t column_block = 2048;
 
@@ -38,8 +40,9 @@ struct Workers {
 /// A multiple of 64 floats, so that pieces of scratch stay 256-byte aligned.
 constexpr uint64_t padded(uint64_t floats) { return (floats + 63) / 64 * 64; }
 
-/// e^x within a few ulp for x <= 0 (about e^-87 below -87; NaN for infinities and NaN), without a table, a call or a
-/// branch, so that loops over it become vector code: 2^n times a polynomial (Taylor's, degree 7) on |r| <= ln 2 / 2.
+/// e^x within a few ulp for x <= 0, or above 0 by no more than rounding; about e^-87 below -87, NaN for infinities and
+/// NaN. No table, call or branch, so that loops over it become vector code: 2^n times a polynomial (Taylor's, degree 7)
+/// on |r| <= ln 2 / 2.
 inline float exp_nonpositive(float x) {
   // Among numbers that are not positive the larger has the smaller bits. Of std::max g++ makes a branch.
   const float y = std::bit_cast<float>(std::min(std::bit_cast<std::uint32_t>(x), std::bit_cast<std::uint32_t>(-87.0f)));
@@ -75,6 +78,15 @@ float sum_of(uint64_t n, const F& f) {
   for (const float lane : sums) sum += lane;
   return sum;
 }
+
+namespace detail {
+// Calls body(first, last) for fixed pieces of [0, count).
+template <class Body>
+void in_pieces(const Workers& workers, uint64_t count, uint64_t piece, const Body& body) {
+  workers.pool->run((count + piece - 1) / piece,
+                    [&](uint64_t block, std::uint32_t) { body(block * piece, std::min(count, (block + 1) * piece)); });
+}
+}  // namespace detail
 
 // ---------------------------------------------------------------------------------------------------- products
 
@@ -181,8 +193,8 @@ void linear_backward_weight(const Workers& workers, T* dw, T* db, const float* d
 template <class T>
 void embedding_forward(const Workers& workers, T* x, const std::uint16_t* tokens, const T* wte, const T* wpe,
                        uint64_t n, uint64_t context, uint64_t c) {
-  workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
+  detail::in_pieces(workers, n, row_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
       const T* token = wte + tokens[i] * c;
       const T* position = wpe + i % context * c;
       for (uint64_t j = 0; j < c; ++j) x[i * c + j] = from_float<T>(to_float(token[j]) + to_float(position[j]));
@@ -194,8 +206,7 @@ void embedding_forward(const Workers& workers, T* x, const std::uint16_t* tokens
 template <class T>
 void embedding_backward(const Workers& workers, T* dwte, T* dwpe, const float* dx, const std::uint16_t* tokens,
                         uint64_t n, uint64_t context, uint64_t c) {
-  workers.pool->run((c + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
-    const uint64_t first = block * row_block, last = std::min(c, first + row_block);
+  detail::in_pieces(workers, c, row_block, [=](uint64_t first, uint64_t last) {
     for (uint64_t i = 0; i < n; ++i) {
       T* token = dwte + tokens[i] * c;
       T* position = dwpe + i % context * c;
@@ -213,8 +224,8 @@ void embedding_backward(const Workers& workers, T* dwte, T* dwpe, const float* d
 template <class T>
 void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, const T* weight, const T* bias,
                         uint64_t n, uint64_t c) {
-  workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
+  detail::in_pieces(workers, n, row_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
       const T* row = x + i * c;
       const float mean = sum_of(c, [&](uint64_t j) { return to_float(row[j]); }) / static_cast<float>(c);
       const float squares =
@@ -233,18 +244,18 @@ void layer_norm_forward(const Workers& workers, T* y, float* stats, const T* x, 
 template <class T>
 void layer_norm_backward(const Workers& workers, float* dx, T* dweight, T* dbias, const float* dy, const float* stats,
                          const T* x, const T* weight, uint64_t n, uint64_t c) {
-  workers.pool->run((n + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * row_block; i < std::min(n, (block + 1) * row_block); ++i) {
+  detail::in_pieces(workers, n, row_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
       const float mean = stats[2 * i], rstd = stats[2 * i + 1];
-      const auto g = [&](uint64_t j) { return dy[i * c + j] * to_float(weight[j]); };
-      const auto h = [&](uint64_t j) { return (to_float(x[i * c + j]) - mean) * rstd; };
+      const auto g = [weight, row = dy + i * c](uint64_t j) { return row[j] * to_float(weight[j]); };
+      const auto h = [mean, rstd, row = x + i * c](uint64_t j) { return (to_float(row[j]) - mean) * rstd; };
       const float mean_g = sum_of(c, g) / static_cast<float>(c);
       const float mean_gh = sum_of(c, [&](uint64_t j) { return g(j) * h(j); }) / static_cast<float>(c);
-      for (uint64_t j = 0; j < c; ++j) dx[i * c + j] += rstd * (g(j) - mean_g - h(j) * mean_gh);
+      float* to = dx + i * c;
+      for (uint64_t j = 0; j < c; ++j) to[j] += rstd * (g(j) - mean_g - h(j) * mean_gh);
     }
   });
-  workers.pool->run((c + row_block - 1) / row_block, [&](uint64_t block, std::uint32_t) {
-    const uint64_t first = block * row_block, last = std::min(c, first + row_block);
+  detail::in_pieces(workers, c, row_block, [=](uint64_t first, uint64_t last) {
     float dw[row_block] = {}, db[row_block] = {};
     for (uint64_t i = 0; i < n; ++i) {
       const float mean = stats[2 * i], rstd = stats[2 * i + 1];
@@ -273,6 +284,13 @@ template <class T>
 void gather(float* to, const T* from, uint64_t rows, uint64_t stride, uint64_t head, float scale = 1.0f) {
   for (uint64_t r = 0; r < rows; ++r) {
     for (uint64_t j = 0; j < head; ++j) to[r * head + j] = to_float(from[r * stride + j]) * scale;
+  }
+}
+// The reverse.
+template <class T>
+void scatter(T* to, const float* from, uint64_t rows, uint64_t stride, uint64_t head, float scale = 1.0f) {
+  for (uint64_t r = 0; r < rows; ++r) {
+    for (uint64_t j = 0; j < head; ++j) to[r * stride + j] = from_float<T>(from[r * head + j] * scale);
   }
 }
 }  // namespace detail
@@ -312,9 +330,7 @@ void attention_forward(const Workers& workers, T* out, float* lse, const T* qkv,
       }
       gemm(CblasNoTrans, CblasNoTrans, rows, d, columns, p, columns, v, d, 0.0f, o + r0 * d, d);
     }
-    for (uint64_t r = 0; r < context; ++r) {
-      for (uint64_t j = 0; j < d; ++j) out[(first + r) * c + h * d + j] = from_float<T>(o[r * d + j]);
-    }
+    detail::scatter(out + first * c + h * d, o, context, c, d);
   });
 }
 
@@ -347,8 +363,7 @@ void attention_backward(const Workers& workers, float* dqkv, const float* dout, 
         const uint64_t seen = r0 + r + 1;
         const float norm = lse[(first + r0 + r) * heads + h];
         const float dot = sum_of(d, [&](uint64_t j) { return dO[(r0 + r) * d + j] * o[(r0 + r) * d + j]; });
-        // A score exceeds its row's lse only by rounding.
-        for (uint64_t j = 0; j < seen; ++j) row[j] = exp_nonpositive(std::min(row[j] - norm, 0.0f));
+        for (uint64_t j = 0; j < seen; ++j) row[j] = exp_nonpositive(row[j] - norm);
         for (uint64_t j = 0; j < seen; ++j) drow[j] = row[j] * (drow[j] - dot);
         std::fill(row + seen, row + columns, 0.0f);
         std::fill(drow + seen, drow + columns, 0.0f);
@@ -358,13 +373,9 @@ void attention_backward(const Workers& workers, float* dqkv, const float* dout, 
       gemm(CblasTrans, CblasNoTrans, columns, d, rows, dp, columns, q + r0 * d, d, 1.0f, dk, d);  // q carries the scale
     }
     float* to = dqkv + first * 3 * c + h * d;
-    for (uint64_t r = 0; r < context; ++r) {
-      for (uint64_t j = 0; j < d; ++j) {
-        to[r * 3 * c + j] = dq[r * d + j] * scale;
-        to[r * 3 * c + c + j] = dk[r * d + j];
-        to[r * 3 * c + 2 * c + j] = dv[r * d + j];
-      }
-    }
+    detail::scatter(to, dq, context, 3 * c, d, scale);
+    detail::scatter(to + c, dk, context, 3 * c, d);
+    detail::scatter(to + 2 * c, dv, context, 3 * c, d);
   });
 }
 
@@ -375,9 +386,8 @@ inline constexpr float gelu_scale = 0.7978845608f;  // sqrt(2 / pi)
 /// GPT-2's GELU, in its tanh form: y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 template <class T>
 void gelu_forward(const Workers& workers, T* y, const T* x, uint64_t count) {
-  constexpr uint64_t block_size = 16384;
-  workers.pool->run((count + block_size - 1) / block_size, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * block_size; i < std::min(count, (block + 1) * block_size); ++i) {
+  detail::in_pieces(workers, count, element_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
       const float a = to_float(x[i]);
       y[i] = from_float<T>(0.5f * a * (1.0f + tanh_fast(gelu_scale * (a + 0.044715f * a * a * a))));
     }
@@ -387,9 +397,8 @@ void gelu_forward(const Workers& workers, T* y, const T* x, uint64_t count) {
 /// d *= gelu'(x), in place
 template <class T>
 void gelu_backward(const Workers& workers, float* d, const T* x, uint64_t count) {
-  constexpr uint64_t block_size = 16384;
-  workers.pool->run((count + block_size - 1) / block_size, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * block_size; i < std::min(count, (block + 1) * block_size); ++i) {
+  detail::in_pieces(workers, count, element_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) {
       const float a = to_float(x[i]);
       const float t = tanh_fast(gelu_scale * (a + 0.044715f * a * a * a));
       d[i] *= 0.5f * (1.0f + t) + 0.5f * a * (1.0f - t * t) * gelu_scale * (1.0f + 3.0f * 0.044715f * a * a);
@@ -400,11 +409,8 @@ void gelu_backward(const Workers& workers, float* d, const T* x, uint64_t count)
 /// y = a + b
 template <class T>
 void add(const Workers& workers, T* y, const T* a, const T* b, uint64_t count) {
-  constexpr uint64_t block_size = 65536;
-  workers.pool->run((count + block_size - 1) / block_size, [&](uint64_t block, std::uint32_t) {
-    for (uint64_t i = block * block_size; i < std::min(count, (block + 1) * block_size); ++i) {
-      y[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
-    }
+  detail::in_pieces(workers, count, element_block, [=](uint64_t first, uint64_t last) {
+    for (uint64_t i = first; i < last; ++i) y[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
   });
 }
 
