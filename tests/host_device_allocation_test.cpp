@@ -1,7 +1,6 @@
 // No call of HostDevice but create_* and allocate_* takes memory, on any thread.
 #include <doctest/doctest.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -11,51 +10,7 @@
 
 #include "gate.hpp"
 #include "hbmoff/device/host_device.hpp"
-
-namespace {
-std::atomic<std::uint64_t> allocations{0};
-}
-
-// Sanitizers bring their own malloc, and a way to be told of every call; elsewhere glibc's is called by its other name.
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HBMOFF_TEST_SANITIZED
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HBMOFF_TEST_SANITIZED
-#endif
-
-#if defined(HBMOFF_TEST_SANITIZED)
-// From sanitizer/allocator_interface.h, which g++ does not install.
-extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*)(const volatile void*, std::size_t),
-                                                         void (*)(const volatile void*));
-namespace {
-const int hooked = __sanitizer_install_malloc_and_free_hooks([](const volatile void*, std::size_t) { ++allocations; },
-                                                             [](const volatile void*) {});
-}  // namespace
-#else
-#include <sys/syscall.h>
-#include <sys/types.h>
-#include <unistd.h>
-namespace {
-const int hooked = 1;
-}
-extern "C" {
-void* __libc_malloc(std::size_t);
-void* __libc_calloc(std::size_t, std::size_t);
-void* __libc_realloc(void*, std::size_t);
-void* __libc_memalign(std::size_t, std::size_t);
-void* malloc(std::size_t size) { return ++allocations, __libc_malloc(size); }
-void* calloc(std::size_t count, std::size_t size) { return ++allocations, __libc_calloc(count, size); }
-void* realloc(void* old, std::size_t size) { return ++allocations, __libc_realloc(old, size); }
-void* aligned_alloc(std::size_t alignment, std::size_t size) { return ++allocations, __libc_memalign(alignment, size); }
-void* mmap(void* address, std::size_t size, int protection, int flags, int file, off_t offset) {
-  ++allocations;
-  return reinterpret_cast<void*>(::syscall(SYS_mmap, address, size, protection, flags, file, offset));
-}
-}
-#endif
+#include "support/allocation_counter.hpp"
 
 using namespace hbmoff;
 using namespace std::chrono_literals;
@@ -65,7 +20,7 @@ using StreamRef = HostDevice::StreamRef;
 using Event = HostDevice::Event;
 
 TEST_CASE("the counter counts") {
-  REQUIRE(hooked != 0);
+  REQUIRE(counts_allocations != 0);
   const std::uint64_t before = allocations;
   std::byte* volatile object = new std::byte{1};  // volatile: a pair of new and delete may be left out
   delete object;
