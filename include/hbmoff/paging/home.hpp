@@ -97,6 +97,8 @@ class Home {
   /// page with parts in several homes is dropped whole.
   void invalidate() { ++generation_; }
 
+  static constexpr std::uint32_t max_sharers = 16;
+
   /// A scheduler with pages in the home.
   struct Sharer {
     void* scheduler = nullptr;
@@ -127,8 +129,9 @@ class Home {
     split(first);
     split(first + count);
   }
-  /// Makes room for one more scheduler, with one reading stream, in every segment.
+  /// Makes room for one more scheduler, with one reading stream, in every segment. Throws InvalidArgument for the 17th.
   void attach(const Sharer& sharer) {
+    if (sharers_.size() == max_sharers) throw InvalidArgument{"more than 16 schedulers share a home"};
     sharers_.reserve(sharers_.size() + 1);
     for (Segment& segment : segments_) segment.readers.reserve(sharers_.size() + 1);
     sharers_.push_back(sharer);
