@@ -3,13 +3,10 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <new>
 #include <optional>
 #include <random>
 #include <string>
@@ -27,28 +24,8 @@
 #include "hbmoff/device/host_device.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/memory/pinned_host_arena.hpp"
+#include "support/allocation_counter.hpp"
 #include "support/clock_device.hpp"
-
-namespace {
-std::atomic<std::uint64_t> heap_allocations = 0;
-}
-
-// Counts what the whole program takes from the heap. Not inlined: g++ would take malloc and delete for a mismatch.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  ++heap_allocations;
-  if (void* memory = std::malloc(size == 0 ? 1 : size)) return memory;
-  throw std::bad_alloc{};
-}
-[[gnu::noinline]] void* operator new(std::size_t size, std::align_val_t alignment) {
-  ++heap_allocations;
-  const std::size_t unit = static_cast<std::size_t>(alignment);
-  if (void* memory = std::aligned_alloc(unit, (size + unit - 1) / unit * unit)) return memory;
-  throw std::bad_alloc{};
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -647,7 +624,8 @@ TEST_CASE("after construction nothing is taken from the heap, no stream or event
   std::array<HbmArena<HostDevice>::Buffer, 32> on_device;
   std::array<PinnedHostArena<HostDevice>::Buffer, 32> on_host;
   std::mt19937_64 random{5};
-  const std::uint64_t before = heap_allocations;
+  REQUIRE(counts_allocations != 0);
+  const std::uint64_t before = allocations;
   for (int i = 0; i < 2000; ++i) {
     const std::size_t slot = random() % on_device.size();
     const HostDevice::Stream& stream = streams[random() % streams.size()];
@@ -657,7 +635,7 @@ TEST_CASE("after construction nothing is taken from the heap, no stream or event
     }
     if (auto buffer = host.try_allocate(size, "x", Role::other, stream)) on_host[slot] = std::move(*buffer);
   }
-  CHECK(heap_allocations == before);
+  CHECK(allocations.load() == before);
   on_device = {};
   on_host = {};
   CHECK(hbm.failed_frees() == 0);

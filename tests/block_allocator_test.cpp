@@ -4,10 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <iterator>
 #include <map>
-#include <new>
 #include <random>
 #include <type_traits>
 #include <utility>
@@ -17,27 +15,7 @@
 
 #include "hbmoff/core/error.hpp"
 #include "hbmoff/core/units.hpp"
-
-namespace {
-std::uint64_t heap_allocations = 0;
-}
-
-// Counts what the whole program takes from the heap. Not inlined: g++ would take malloc and delete for a mismatch.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  ++heap_allocations;
-  if (void* memory = std::malloc(size == 0 ? 1 : size)) return memory;
-  throw std::bad_alloc{};
-}
-[[gnu::noinline]] void* operator new(std::size_t size, std::align_val_t alignment) {
-  ++heap_allocations;
-  const std::size_t unit = static_cast<std::size_t>(alignment);
-  if (void* memory = std::aligned_alloc(unit, (size + unit - 1) / unit * unit)) return memory;
-  throw std::bad_alloc{};
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+#include "support/allocation_counter.hpp"
 
 namespace {
 
@@ -289,7 +267,8 @@ TEST_CASE("after construction nothing is taken from the heap") {
   std::vector<BlockAllocator::BlockId> live;
   live.reserve(4096);
   std::mt19937_64 random{7};
-  const std::uint64_t before = heap_allocations;
+  REQUIRE(counts_allocations != 0);
+  const std::uint64_t before = allocations;
   for (int i = 0; i < 50'000; ++i) {
     if (live.empty() || random() % 2 == 0) {
       const auto block = allocator.allocate(Bytes{random() % (std::uint64_t{1} << (8 + random() % 30))});
@@ -300,7 +279,7 @@ TEST_CASE("after construction nothing is taken from the heap") {
       live.pop_back();
     }
   }
-  CHECK(heap_allocations == before);
+  CHECK(allocations.load() == before);
 }
 
 TEST_CASE("the same calls give the same places; moving keeps them") {
