@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "hbmoff/core/error.hpp"
 #include "hbmoff/device/host_device.hpp"
 
 /// Counts only calls that had their effect. One thread at a time calls it.
@@ -38,6 +39,9 @@ class LoggingDevice : public hbmoff::HostDevice {
     random_.seed(seed);
     most_ = most;
   }
+
+  /// Makes the next `count` records fail without effect; 0 makes none. (`fail_call` fails one call only.)
+  void fail_records(std::uint64_t count) { failing_records_ = count; }
 
   [[nodiscard]] Stream create_stream(std::string_view name = "stream", At at = At::current()) {
     Stream stream = HostDevice::create_stream(name, at);
@@ -74,6 +78,10 @@ class LoggingDevice : public hbmoff::HostDevice {
     ++counts_.fills;
   }
   void record(EventRef event, StreamRef stream, At at = At::current()) {
+    if (failing_records_ != 0) {
+      --failing_records_;
+      throw hbmoff::DeviceError{hbmoff::DeviceError::Kind::call_failed, "record", "failed on request", at};
+    }
     delay(stream);
     HostDevice::record(event, stream, at);
     ++counts_.records;
@@ -100,6 +108,7 @@ class LoggingDevice : public hbmoff::HostDevice {
   }
 
   Counts counts_;
+  std::uint64_t failing_records_ = 0;
   std::chrono::microseconds most_{0};
   std::mt19937_64 random_;
 };

@@ -88,7 +88,8 @@ class Home {
   Home& operator=(const Home&) = delete;
 
   /// The memory. The host may touch a range of it after `synchronize` of that range and before the next lease of any
-  /// page in the home. Whoever writes it says so with `invalidate`.
+  /// page in the home. Whoever is going to write it calls `invalidate` before: then nothing is written back that would be
+  /// overwritten.
   [[nodiscard]] pinned_span<std::byte> memory() const { return memory_; }
 
   /// Counts the loads of new content. A copy of the home made under an older generation is worthless.
