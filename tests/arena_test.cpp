@@ -746,4 +746,17 @@ TEST_CASE("this machine's limit is known on Linux") {
   CHECK(!limit.set_by.empty());
 }
 
+TEST_SUITE("nightly") {
+  TEST_CASE("long random programs on many streams: ordered, nothing lost") {
+    for (std::uint64_t seed = 100; seed < 120; ++seed) {
+      for (std::uint32_t max_streams : {1u, 2u, 3u, 5u, 16u}) {
+        const ArenaOptions options{.max_blocks = 64, .max_streams = max_streams, .fill_freed = seed % 2 == 0};
+        random_program<ClockArena>(seed, 20'000, false, options);
+        random_program<ClockArena>(seed, 20'000, true, options);
+        random_program<PinnedHostArena<ClockDevice>>(seed, 20'000, true, options);
+      }
+    }
+  }
+}
+
 }  // namespace

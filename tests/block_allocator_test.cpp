@@ -334,4 +334,15 @@ TEST_CASE("a ramp fills at least 98.5 % before its first failure") {
   CHECK(static_cast<double>(used) >= 0.985 * static_cast<double>((64_GiB).count()));
 }
 
+TEST_SUITE("nightly") {
+  TEST_CASE("long random programs agree with a plain model") {
+    for (std::uint64_t seed = 100; seed < 140; ++seed) {
+      run_random(std::uint64_t{1} << 40, 1u << 16, Sizes::log_uniform, seed, 100'000);
+      run_random(std::uint64_t{1} << 44, 1u << 16, Sizes::alike, seed, 100'000);
+      run_random(std::uint64_t{1} << 20, 1u << 16, Sizes::few, seed, 100'000);
+      run_random((std::uint64_t{1} << 63) + 256, 200, Sizes::log_uniform, seed, 100'000);
+    }
+  }
+}
+
 }  // namespace

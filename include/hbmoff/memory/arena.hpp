@@ -48,6 +48,7 @@ struct ArenaUsage {
 /// same cache sets and memory banks; 4160 bytes of stagger restore it. So each such block is followed by 4352 bytes
 /// (4160 rounded up to 4096 + 256), which moves the next one. Where that would bring the next block within 4352 bytes
 /// of a multiple of 1 MiB instead, three times as much follows: neighbours are never nearly a multiple of 1 MiB apart.
+/// (So a slightly larger size may take up to 8704 bytes less.)
 [[nodiscard]] constexpr Bytes arena_footprint(Bytes bytes) {
   constexpr std::uint64_t coloured_from = std::uint64_t{1} << 20, period = std::uint64_t{1} << 20, stagger = 4096 + 256;
   std::uint64_t size = round_up(bytes.count(), BlockAllocator::alignment.count());
