@@ -57,7 +57,7 @@ void check_store(Policy policy, std::uint32_t layers, Modes modes, std::uint32_t
   const auto missing = [&](std::uint32_t l, std::uint32_t i) { return modes(l, i) == recompute && !in_slot(l); };
 
   std::uint64_t pass = 0;
-  for (const std::uint64_t rows : {6, 6, 1, 4, 6, 2}) {
+  for (const std::uint64_t rows : {6u, 6u, 1u, 4u, 6u, 2u}) {
     ++pass;
     run_forward(bench.device, bench.stream, store, layout, pass, rows);
     run_backward(bench.device, bench.stream, store, layout, pass, rows, missing);
@@ -283,7 +283,7 @@ TEST_CASE("what cannot be meant is refused and leaves the store usable") {
   {
     auto last = store.save(4, bench.stream);
     CHECK_THROWS_AS(static_cast<void>(last.tensor<bf16>(input)), InvalidArgument);  // another type
-    CHECK_THROWS(static_cast<void>(last.tensor<float>(tensor_count)));              // no such tensor
+    CHECK_THROWS_AS(static_cast<void>(last.tensor<float>(tensor_count)), InvalidArgument);  // no such tensor
     last.commit();
   }
   refuses_restore(3);  // out of order
@@ -362,7 +362,7 @@ TEST_CASE("a bundle moves, and says when it is empty") {
 TEST_CASE("a backward on another stream, and bundles used on two streams, are ordered") {
   const Watchdog watchdog{"two streams"};
   const BundleLayout layout = layer_layout();
-  for (const std::uint64_t seed : {1, 2, 3}) {
+  for (const std::uint64_t seed : {1u, 2u, 3u}) {
     Bench bench;
     const LoggingDevice::Stream backward = bench.device.create_stream("backward"),
                                 side = bench.device.create_stream("side");
@@ -424,6 +424,18 @@ TEST_CASE("the calling thread waits for nothing: whole passes in flight behind a
   gate.open();
   bench.device.synchronize(bench.stream);
   CHECK(wrong == 0);
+}
+
+TEST_CASE("no host code of the store touches device memory") {
+  const Watchdog watchdog{"protected memory"};
+  const BundleLayout layout = layer_layout(2);
+  Bench bench{256_KiB, {.debug_protection = true}};
+  ActivationStore<LoggingDevice, OneOfEach, 2> store{bench.hbm, bench.host, OneOfEach{},
+                                                     5,         layout,     {.fill_evicted = true}};
+  for (std::uint64_t pass = 1; pass <= 2; ++pass) {
+    run_forward(bench.device, bench.stream, store, layout, pass, 2);
+    run_backward(bench.device, bench.stream, store, layout, pass, 2, [](auto l, auto i) { return i == mask && l < 3; });
+  }
 }
 
 TEST_CASE("HBM held is the slots and what is kept, whatever the number of layers") {

@@ -180,7 +180,7 @@ TEST_CASE("no page is larger than asked for; no two of its arrays start almost a
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const std::uint64_t arrays = dtype == DType::fp32 ? 2 : 3;
     // Pages and tensors around multiples of 64 MiB per array, where all the care is needed.
-    for (const std::uint64_t half : {1, 2, 3, 4}) {
+    for (const std::uint64_t half : {1u, 2u, 3u, 4u}) {
       for (std::uint64_t d = 0; d < 120; d += 1 + half % 2) {
         const Bytes page{half * mebi_128 / 2 * arrays + (d - 40) * 256};  // from below the multiple to above it
         for (std::uint64_t e = 0; e < 80; ++e) {

@@ -113,7 +113,7 @@ void check_optimizer(const std::vector<TensorSpec>& specs, Policy policy, std::u
 TEST_CASE("optimizer: bytes in and out equal the closed form for every policy, page size and depth") {
   const auto all = [](const TensorSpec&) { return true; };
   const auto none = [](const TensorSpec&) { return false; };
-  for (const std::uint64_t page : {768, 1024, 7168, 65536, 1 << 20}) {
+  for (const std::uint64_t page : {768u, 1024u, 7168u, 65536u, 1u << 20}) {
     check_optimizer(mixed_tensors(), OffloadOptimizerState{}, page, all);
     check_optimizer(mixed_tensors(), OffloadAll{}, page, all);
     check_optimizer(mixed_tensors(), KeepResident{}, page, none);
@@ -174,7 +174,7 @@ void check_activations(Policy policy, std::uint32_t depth, std::uint32_t layers,
   const auto backward = [&] {
     for (std::uint32_t l = layers; l-- > 0;) static_cast<void>(store.restore(l, bench.stream));
   };
-  for (const std::uint64_t rows : {6, 1, 5, 6}) {
+  for (const std::uint64_t rows : {6u, 1u, 5u, 6u}) {
     std::vector<std::uint64_t> through_slots;
     for (std::uint32_t l = 0; l < layers; ++l) {
       std::vector<std::uint32_t> offloaded;

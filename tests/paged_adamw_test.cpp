@@ -210,7 +210,7 @@ TEST_CASE("the calling thread waits for nothing: many steps in flight behind a h
 
 TEST_CASE("a stream that runs late at random changes nothing") {
   const Watchdog watchdog{"late streams"};
-  for (const std::uint64_t seed : {1, 2, 3}) {
+  for (const std::uint64_t seed : {1u, 2u, 3u}) {
     Rig rig{float_tensors({700, 1300, 5})};
     AdamWModel model{rig.specs, 7};
     PagedAdamW optimizer{rig.hbm, rig.host, OffloadAll{}, with_page(1_KiB)};
@@ -421,7 +421,9 @@ TEST_CASE("what cannot be meant is refused and changes nothing") {
   CHECK_THROWS_AS(optimizer.read("a", OptimizerState::first_moment, out), InvalidArgument);
   CHECK_THROWS_AS(static_cast<void>(optimizer.report(0)), InvalidArgument);
   CHECK_THROWS_AS(static_cast<void>(optimizer.report(1)), InvalidArgument);
-  CHECK_THROWS(static_cast<void>(optimizer.group(GroupId{1})));
+  CHECK_THROWS_AS(static_cast<void>(optimizer.group(GroupId{1})), InvalidArgument);
+  CHECK_THROWS_AS(optimizer.set_frozen(TensorId{1}, true), InvalidArgument);
+  CHECK_THROWS_AS(optimizer.set_gradient(TensorId{1}, device_span<const float>{}), InvalidArgument);
 
   rig.add(optimizer, 1);
   rig.write_gradients({});
@@ -739,6 +741,42 @@ TEST_CASE("micro-batches accumulate in the caller's gradient, scaled once") {
     CHECK(optimizer.report(s).norm == expected.norm);
   }
   rig.check_equal(optimizer, model);
+}
+
+TEST_CASE("no host code of the optimizer touches device memory") {
+  const Watchdog watchdog{"protected memory"};
+  const auto specs = float_tensors({300, 1, 129});
+  Rig rig{specs, {.capacity = 1_MiB, .debug_protection = true}};
+  AdamWModel model{specs, 7};
+  PagedAdamW optimizer{rig.hbm, rig.host, OffloadMatching{{"t0", "t1"}}, with_page(1_KiB)};
+  rig.add_all(optimizer);
+  for (std::uint64_t s = 1; s <= 2; ++s) {
+    rig.write_gradients({.seed = 7, .step = s});
+    optimizer.step(rig.stream, {.max_norm = 1.0f});
+    check_report(optimizer.report(s), model.step({.seed = 7, .step = s}, {AdamWGroup{}}, {.max_norm = 1.0f}));
+  }
+  optimizer.write("t2", OptimizerState::first_moment, rig.state(optimizer, 2, OptimizerState::first_moment));
+  optimizer.set_applied_steps("t2", optimizer.applied_steps("t2"));
+  rig.check_equal(optimizer, model);
+}
+
+TEST_CASE("an observer sees every fill and every write-back") {
+  Rig rig{mixed_tensors()};
+  Recorder<LoggingDevice> recorder{rig.device, 4096, rig.stream};
+  PagedAdamW<LoggingDevice, OffloadOptimizerState, 3, Recorder<LoggingDevice>::Observer> optimizer{
+      rig.hbm, rig.host, OffloadOptimizerState{}, with_page(1_KiB), recorder.observer()};
+  rig.add_all(optimizer);
+  for (std::uint64_t s = 1; s <= 2; ++s) optimizer.step(rig.stream);
+  rig.device.synchronize(rig.stream);
+  std::uint64_t fills = 0, write_backs = 0, stalls = 0;
+  recorder.collect([&](const Recorder<LoggingDevice>::Interval& interval) {
+    CHECK(interval.end >= interval.begin);
+    ++(interval.activity == Activity::fill ? fills : interval.activity == Activity::write_back ? write_backs : stalls);
+  });
+  CHECK(recorder.dropped() == 0);
+  CHECK(fills == optimizer.stats().fills);
+  CHECK(write_backs == optimizer.stats().write_backs);
+  CHECK(stalls == 3 * optimizer.offloaded_pages());  // one a lease: the first states and two steps
 }
 
 TEST_CASE("gradients are zeroed in stream order") {

@@ -134,9 +134,9 @@ TEST_CASE("the counter counts, on all threads") {
 }
 
 TEST_CASE("training steps, offloaded") {
-  for (const std::uint32_t depth : {1, 3}) check_steady(OffloadAll{}, depth);
+  for (const std::uint32_t depth : {1u, 3u}) check_steady(OffloadAll{}, depth);
 }
 TEST_CASE("training steps, part of all kept, offloaded and recomputed") {
-  for (const std::uint32_t depth : {2, 4}) check_steady(OneOfEach{}, depth);
+  for (const std::uint32_t depth : {2u, 4u}) check_steady(OneOfEach{}, depth);
 }
 TEST_CASE("training steps, resident") { check_steady(KeepResident{}, 3); }

@@ -204,7 +204,7 @@ struct RigOptions {
   Bytes capacity{std::uint64_t{16} << 20};
   std::uint64_t ring_capacity = 1 << 14;
   std::uint64_t seed = 7;
-  bool no_touch = false;
+  bool debug_protection = false;
 };
 
 /// A device, arenas whose freed memory is filled with 0xFF, and the tensors of a model in device memory.
@@ -212,8 +212,9 @@ template <Device D = LoggingDevice>
 class Rig {
  public:
   explicit Rig(std::vector<TensorSpec> tensor_specs, RigOptions options = {})
-      : device{HostDeviceOptions{
-            .hbm_capacity = options.capacity, .ring_capacity = options.ring_capacity, .no_touch = options.no_touch}},
+      : device{HostDeviceOptions{.hbm_capacity = options.capacity,
+                                 .ring_capacity = options.ring_capacity,
+                                 .debug_protection = options.debug_protection}},
         hbm{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         host{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         stream{device.create_stream("compute")}, specs{std::move(tensor_specs)}, initial{specs, options.seed},

@@ -37,6 +37,7 @@ struct ActivationStoreOptions {
 ///   `planning/estimate.hpp` predicts both to the byte. All memory is taken by the constructor.
 /// - Layers are saved in ascending order, from the first on, and restored in descending order; a forward without a
 ///   backward is followed by the next forward at once. One thread at a time.
+/// - Streams used with a store outlive it.
 /// - A save that is not committed is discarded and makes no traffic: so evaluate with the same code.
 /// - A call that throws can be made again.
 template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
@@ -64,9 +65,10 @@ class ActivationStore {
       return *this;
     }
 
-    /// Tensor `i` of the layout, for as many rows as were saved. T must be its element type.
+    /// Tensor `i` of the layout, for as many rows as were saved. T must be its element type. Throws InvalidArgument.
     template <class T>
     [[nodiscard]] device_span<T> tensor(std::uint32_t i) const {
+      if (i >= placement_->tensors()) throw InvalidArgument{"the bundle has no tensor " + std::to_string(i)};
       if (dtype_of<std::remove_const_t<T>> != placement_->dtype(i)) {
         throw InvalidArgument{"tensor " + std::to_string(i) + " of the bundle is " +
                               std::string{to_string(placement_->dtype(i))}};

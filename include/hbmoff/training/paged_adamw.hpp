@@ -121,8 +121,11 @@ class PagedAdamW {
     groups_.push_back(group);
     return static_cast<GroupId>(groups_.size() - 1);
   }
-  /// A group's values; what they are when `step` is called counts for that step.
-  [[nodiscard]] AdamWGroup& group(GroupId id) { return groups_.at(static_cast<std::uint32_t>(id)); }
+  /// A group's values; what they are when `step` is called counts for that step. Throws InvalidArgument.
+  [[nodiscard]] AdamWGroup& group(GroupId id) {
+    if (static_cast<std::uint32_t>(id) >= groups_.size()) throw InvalidArgument{"no such group"};
+    return groups_[static_cast<std::uint32_t>(id)];
+  }
 
   /// Adds a tensor: `info.name` is its name in `read`, `write` and errors; `info.count` elements of W at `weight` and
   /// of G at `gradient` (an empty span: no gradient for now), both float, bf16 or fp16, both in device memory for as
@@ -184,7 +187,8 @@ class PagedAdamW {
   /// Another gradient buffer, or an empty span: the tensor has no gradient and is left alone. From the next step on.
   template <class G>
   void set_gradient(TensorId tensor, device_span<G> gradient) {
-    if (!gradient.empty() && gradient.count() != infos_.at(index(tensor)).count) {
+    require_known(tensor);
+    if (!gradient.empty() && gradient.count() != infos_[index(tensor)].count) {
       throw InvalidArgument{"tensor " + infos_[index(tensor)].name + ": weight and gradient differ in count"};
     }
     change(tensor, [&](adamw_kernels::Tensor& t) {
@@ -375,10 +379,15 @@ class PagedAdamW {
     }
   }
 
+  void require_known(TensorId tensor) const {
+    if (index(tensor) >= tensors_.size()) throw InvalidArgument{"no such tensor"};
+  }
+
   template <class F>
   void change(TensorId tensor, F&& f) {
     require_idle();
-    f(tensors_.at(index(tensor)));
+    require_known(tensor);
+    f(tensors_[index(tensor)]);
     if (prepared_ && std::find(changed_.begin(), changed_.end(), index(tensor)) == changed_.end())
       changed_.push_back(index(tensor));
   }
