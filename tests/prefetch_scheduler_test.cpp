@@ -2,15 +2,19 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "hbmoff/core/error.hpp"
@@ -21,6 +25,9 @@
 #include "support/logging_device.hpp"
 #include "support/paging_bench.hpp"
 #include "support/watchdog.hpp"
+
+// Behind the declarations of what it replaces.
+#include "support/allocation_counter.hpp"
 
 using namespace hbmoff;
 
@@ -538,4 +545,444 @@ TEST_CASE("random programs of four schedulers on three homes, with delayed strea
     RandomProgram{seed, 1_KiB}.run(400);
   }
   RandomProgram{100, 256_KiB}.run(60);  // pages of 256 and 384 KiB: streaming copies
+}
+
+// ------------------------------------------------------------------------------------------------- leases and misuse
+
+namespace {
+
+struct Small : PagingBench {
+  Pages pages{*this, 4};
+  Scheduler scheduler;
+  HostDevice::StreamRef main = compute;
+
+  explicit Small(std::uint32_t depth) : scheduler{hbm, page_bytes, Role::other, options(depth)} {
+    pages.add_to(scheduler, 4, Access::read_write);
+  }
+  [[nodiscard]] PageId page(std::size_t i) const { return pages.ids[i]; }
+};
+
+/// Calls `inside` while the scheduler calls the device.
+struct CallingObserver {
+  std::function<void()>* inside = nullptr;
+  template <class StreamRef>
+  void begin(Activity, StreamRef) const {
+    if (inside != nullptr && *inside) (*inside)();
+  }
+  template <class StreamRef>
+  void end(Activity, StreamRef) const {}
+};
+
+}  // namespace
+
+TEST_CASE("leases out of order, twice, too many and after the end are refused, and nothing is changed") {
+  const Watchdog watchdog{"refused leases"};
+  Small bench{2};
+  Scheduler& scheduler = bench.scheduler;
+  const auto refused = [&](std::size_t page, const char* why) {
+    const auto error = thrown_by<InvalidArgument>([&] { auto lease = scheduler.lease(bench.page(page), bench.main); });
+    REQUIRE(error);
+    CHECK_MESSAGE(std::string{error->what()}.find(why) != std::string::npos, error->what());
+  };
+  refused(0, "no plan was begun");
+  const PlanId plan = scheduler.add_plan({{bench.page(0), Access::read},
+                                          {bench.page(0), Access::read},
+                                          {bench.page(1), Access::read},
+                                          {bench.page(2), Access::read}});
+  CHECK(thrown_by<InvalidArgument>([&] { scheduler.begin(static_cast<PlanId>(7)); }));
+  scheduler.begin(plan);
+  CHECK(scheduler.expects(bench.page(0), Access::read));
+  CHECK_FALSE(scheduler.expects(bench.page(0), Access::write));
+  CHECK_FALSE(scheduler.expects(bench.page(1), Access::read));
+  refused(1, "page 0 is");
+  auto first = scheduler.lease(bench.page(0), bench.main);
+  refused(0, "leased already");
+  first.commit();
+  first = scheduler.lease(bench.page(0), bench.main);
+  auto second = scheduler.lease(bench.page(1), bench.main);
+  const TransferStats before = scheduler.stats();
+  const auto full = thrown_by<SlotsExhausted>([&] { auto lease = scheduler.lease(bench.page(2), bench.main); });
+  REQUIRE(full);
+  for (const char* name : {"page 2", "page 0", "page 1"}) {
+    CHECK(std::string{full->what()}.find(name) != std::string::npos);
+  }
+  CHECK(scheduler.stats() == before);
+  CHECK(thrown_by<InvalidArgument>([&] { scheduler.finish(bench.main); }));  // leases are out
+  second = {};  // ends it
+  first = scheduler.lease(bench.page(2), bench.main);  // the old one ends behind the new one's start
+  first.commit();
+  refused(3, "the plan has ended");
+  scheduler.finish(bench.main);
+  refused(3, "no plan was begun");
+  CHECK_FALSE(scheduler.expects(bench.page(0), Access::read));
+  const auto unknown = static_cast<PageId>(99);
+  CHECK(thrown_by<InvalidArgument>([&] { auto lease = scheduler.lease(unknown, bench.main); }));
+  CHECK(thrown_by<InvalidArgument>([&] { scheduler.limit(unknown, 1_B); }));
+  CHECK(thrown_by<InvalidArgument>([&] { static_cast<void>(scheduler.dirty(unknown)); }));
+  CHECK(thrown_by<InvalidArgument>([&] { static_cast<void>(scheduler.resident_memory(unknown)); }));
+  CHECK(scheduler.resident_memory(bench.page(0)).empty());
+}
+
+TEST_CASE("a lease that was moved from or has ended is empty, and says so") {
+  const Watchdog watchdog{"empty leases"};
+  Small bench{2};
+  bench.scheduler.begin(bench.scheduler.add_plan({{bench.page(0), Access::read}, {bench.page(1), Access::read_write}}));
+  Scheduler::LeaseType none;
+  CHECK(none.empty());
+  auto lease = bench.scheduler.lease(bench.page(0), bench.main);
+  auto moved = std::move(lease);
+  const auto all_refused = [&](Scheduler::LeaseType& empty) {
+    CHECK(empty.empty());
+    CHECK(thrown_by<InvalidArgument>([&] { static_cast<void>(empty.bytes()); }));
+    CHECK(thrown_by<InvalidArgument>([&] { empty.commit(); }));
+    CHECK(thrown_by<InvalidArgument>([&] { empty.launched(); }));
+    CHECK(thrown_by<InvalidArgument>([&] { empty.used_on(bench.main); }));
+    CHECK(thrown_by<InvalidArgument>([&] { static_cast<void>(empty.donate(HbmArena<Device_>::Buffer{})); }));
+  };
+  all_refused(none);
+  all_refused(lease);
+  CHECK_FALSE(moved.empty());
+  CHECK(moved.access() == Access::read);
+  CHECK(thrown_by<InvalidArgument>([&] { moved.launched(); }));  // it is for reading
+  auto& self = moved;
+  moved = std::move(self);
+  CHECK_FALSE(moved.empty());
+  std::vector<HostDevice::Stream> streams;
+  for (int i = 0; i < 4; ++i) streams.push_back(bench.device.create_stream("more"));
+  for (int i = 0; i < 3; ++i) moved.used_on(streams[static_cast<std::size_t>(i)]);
+  moved.used_on(streams[1]);  // known
+  CHECK(thrown_by<InvalidArgument>([&] { moved.used_on(streams[3]); }));
+  moved.commit();
+  all_refused(moved);
+  auto written = bench.scheduler.lease(bench.page(1), bench.main);
+  CHECK(written.access() == Access::read_write);
+  written.launched();
+  written.commit();
+  bench.scheduler.finish(bench.main);
+  CHECK(bench.scheduler.stats().write_backs == 1);
+}
+
+TEST_CASE("pages and plans that make no sense are refused") {
+  const Watchdog watchdog{"refused pages"};
+  PagingBench bench;
+  CHECK(thrown_by<InvalidArgument>([&] { Scheduler{bench.hbm, page_bytes, Role::other, options(0)}; }));
+  TestHome home{bench.host, 1_KiB, "home", Role::other, bench.compute};
+  Scheduler scheduler{bench.hbm, 512_B, Role::other, options(2)};
+  const auto refused = [&](PageSpec<Device_> spec) {
+    spec.label = "odd";
+    return thrown_by<InvalidArgument>([&] { scheduler.add_page(spec); }).has_value();
+  };
+  CHECK(refused({.parts = {{nullptr, 0, 0, 4_B}}}));
+  CHECK(refused({.parts = {{&home, 1020, 0, 8_B}}}));
+  CHECK(refused({.parts = {{&home, 1028, 0, 0_B}}}));
+  CHECK(refused({.parts = {{&home, ~std::uint64_t{0} - 3, 0, 8_B}}}));
+  CHECK(refused({.parts = {{&home, 0, 508, 8_B}}}));
+  CHECK(refused({.slot_bytes = 513_B}));
+  CHECK(refused({.parts = {{&home, 0, 0, 8_B}, {&home, 8, 4, 8_B}}}));
+  CHECK_FALSE(refused({.parts = {{&home, 1024, 0, 0_B}}}));
+
+  const PageId readable = scheduler.add_page({.label = "r", .parts = {{&home, 0, 0, 8_B, Access::read}}});
+  const PageId writable = scheduler.add_page({.label = "w", .parts = {{&home, 0, 0, 8_B, Access::write}}});
+  const PageId both = scheduler.add_page(
+      {.label = "b", .parts = {{&home, 0, 0, 8_B, Access::read}, {&home, 8, 8, 8_B, Access::write}}});
+  const PageId resident = scheduler.add_resident_page("resident", 512_B, Role::other, bench.compute);
+  const auto plan = [&](PageId page, Access access) {
+    return !thrown_by<InvalidArgument>([&] { scheduler.add_plan({{page, access}}); }).has_value();
+  };
+  CHECK(plan(readable, Access::read));
+  CHECK_FALSE(plan(readable, Access::read_write));
+  CHECK_FALSE(plan(readable, Access::write));
+  CHECK(plan(writable, Access::write));
+  CHECK_FALSE(plan(writable, Access::read));
+  CHECK(plan(both, Access::read));
+  CHECK(plan(both, Access::read_write));
+  CHECK_FALSE(plan(both, Access::write));
+  CHECK_FALSE(plan(resident, Access::read));
+  CHECK_FALSE(plan(static_cast<PageId>(50), Access::read));
+  CHECK(to_string(Access::read) == "read");
+  CHECK(to_string(Access::write) == "write");
+  CHECK(to_string(Access::read_write) == "read-write");
+}
+
+TEST_CASE("a call from inside a call, or from a second thread during one, is refused") {
+  const Watchdog watchdog{"re-entry"};
+  for (const bool second_thread : {false, true}) {
+    PagingBench bench;
+    std::function<void()> inside;
+    TestHome home{bench.host, page_bytes, "home", Role::other, bench.compute};
+    PrefetchScheduler<Device_, OffloadAll, 2, CallingObserver> scheduler{
+        bench.hbm, page_bytes, Role::other, {}, CallingObserver{&inside}};
+    const PageId page = scheduler.add_page({.label = "page", .parts = {{&home, 0, 0, page_bytes}}});
+    const PlanId plan = scheduler.add_plan({{page, Access::read_write}});
+    int refusals = 0;
+    const auto call_all = [&] {
+      for (const auto& call : std::initializer_list<std::function<void()>>{
+               [&] { scheduler.begin(plan); }, [&] { scheduler.finish(bench.compute); }, [&] { scheduler.settle(); },
+               [&] { auto lease = scheduler.lease(page, bench.compute); }, [&] { scheduler.add_plan({}); }}) {
+        if (thrown_by<InvalidArgument>(call)) ++refusals;
+      }
+    };
+    inside = [&] {
+      if (second_thread) {
+        std::thread{call_all}.join();
+      } else {
+        call_all();
+      }
+    };
+    scheduler.begin(plan);
+    scheduler.lease(page, bench.compute).commit();
+    inside = nullptr;
+    scheduler.finish(bench.compute);
+    CHECK(refusals == 3 * 5);  // in a fill, a stall and a write-back
+  }
+}
+
+TEST_CASE("a limit cuts a page's copies until it is set again") {
+  const Watchdog watchdog{"limits"};
+  Small bench{1};
+  Scheduler& scheduler = bench.scheduler;
+  const PlanId plan = scheduler.add_plan({{bench.page(0), Access::write},
+                                          {bench.page(1), Access::write},
+                                          {bench.page(0), Access::read},
+                                          {bench.page(1), Access::read}});
+  const std::uint64_t limits[] = {0, 4, 1024, page_bytes.count() - 1, page_bytes.count(), page_bytes.count() + 1};
+  for (const std::uint64_t limit : limits) {
+    write_home(bench.pages.home, 1);
+    const std::uint64_t moved = std::min(limit, page_bytes.count());
+    const TransferStats before = scheduler.stats();
+    scheduler.begin(plan);
+    scheduler.limit(bench.page(0), Bytes{limit});
+    std::vector<std::uint32_t> seen(words_of_a_page);
+    for (const std::size_t page : {0u, 1u, 0u, 1u}) {
+      auto lease = scheduler.lease(bench.page(page), bench.main);
+      const auto words = lease.as<std::uint32_t>(0, words_of_a_page);
+      if (scheduler.stats().write_backs < before.write_backs + 2 && lease.access() == Access::write) {
+        enqueue_write(bench.device, bench.main, words, 7);
+      } else if (page == 0) {
+        enqueue_read(bench.device, bench.main, words, seen.data());
+      }
+      lease.commit();
+    }
+    scheduler.finish(bench.main);
+    bench.device.synchronize(bench.main);
+    const TransferStats made = scheduler.stats() - before;
+    CHECK(made.d2h_bytes == moved + page_bytes.count());
+    CHECK(made.h2d_bytes == moved + page_bytes.count());
+    const auto* home = reinterpret_cast<const std::uint32_t*>(bench.pages.home.memory().data());
+    for (std::uint64_t i = 0; i < words_of_a_page; ++i) {
+      if (4 * i + 4 <= moved) {
+        REQUIRE(seen[i] == written_word(7, i));
+        REQUIRE(home[i] == written_word(7, i));
+      } else if (4 * i >= moved) {
+        REQUIRE(home[i] == written_word(1, i));  // untouched
+        REQUIRE(seen[i] == 0xffffffffu);         // and not brought in
+      }
+    }
+  }
+}
+
+TEST_CASE("discarded writes leave the home as it was, and what an earlier lease committed") {
+  const Watchdog watchdog{"discard"};
+  Small bench{2};
+  Scheduler& scheduler = bench.scheduler;
+  scheduler.begin(scheduler.add_plan({{bench.page(0), Access::read_write},
+                                      {bench.page(0), Access::read_write},
+                                      {bench.page(0), Access::read},
+                                      {bench.page(1), Access::write},
+                                      {bench.page(2), Access::read_write}}));
+  const auto words = [](const auto& lease) { return lease.template as<std::uint32_t>(0, words_of_a_page); };
+  {
+    auto lease = scheduler.lease(bench.page(0), bench.main);
+    enqueue_update(bench.device, bench.main, words(lease), 3);
+    lease.commit();
+  }
+  {
+    const auto nothing_launched = scheduler.lease(bench.page(0), bench.main);
+  }
+  CHECK(scheduler.dirty(bench.page(0)));
+  {
+    auto lease = scheduler.lease(bench.page(0), bench.main);
+    CHECK(lease.hit());
+  }  // its last access: goes home
+  CHECK(scheduler.stats().write_backs == 1);
+  {
+    auto lease = scheduler.lease(bench.page(1), bench.main);
+    enqueue_write(bench.device, bench.main, words(lease), 4);
+  }
+  {
+    auto lease = scheduler.lease(bench.page(2), bench.main);
+    enqueue_update(bench.device, bench.main, words(lease), 5);
+    lease.launched();
+  }  // launched: it is the truth, though nobody said that it is good
+  CHECK(scheduler.dirty(bench.page(2)));
+  scheduler.finish(bench.main);
+  CHECK_FALSE(scheduler.dirty(bench.page(2)));
+  bench.device.synchronize(bench.main);
+  CHECK(scheduler.stats().write_backs == 2);
+  const auto* home = reinterpret_cast<const std::uint32_t*>(bench.pages.home.memory().data());
+  for (std::uint64_t i = 0; i < words_of_a_page; ++i) {
+    REQUIRE(home[i] == updated_word(written_word(1, i), 3, i));
+    REQUIRE(home[words_of_a_page + i] == written_word(1, words_of_a_page + i));
+    REQUIRE(home[2 * words_of_a_page + i] == updated_word(written_word(1, 2 * words_of_a_page + i), 5, i));
+  }
+}
+
+TEST_CASE("a discarded transient page is not brought back; one committed and kept is dropped by the next begin") {
+  const Watchdog watchdog{"transient"};
+  PagingBench bench;
+  Pages pages{bench, 3};
+  Scheduler scheduler{bench.hbm, page_bytes, Role::activation, options(2)};
+  pages.add_to(scheduler, 3, Access::read_write, true);
+  std::vector<PlanStep> steps = pages.sweep(Access::write);
+  for (std::size_t i = 3; i-- > 0;) steps.push_back({pages.ids[i], Access::read});
+  const PlanId plan = scheduler.add_plan(steps);
+  for (int forward = 0; forward < 2; ++forward) {
+    scheduler.begin(plan);
+    for (const PageId page : pages.ids) {
+      const auto discarded = scheduler.lease(page, bench.compute);
+    }
+  }
+  CHECK(scheduler.stats() == TransferStats{});
+  scheduler.begin(plan);
+  for (const PageId page : pages.ids) scheduler.lease(page, bench.compute).commit();
+  CHECK(scheduler.stats().write_backs == 1);  // the first; the last two stay
+  scheduler.begin(plan);
+  scheduler.finish(bench.compute);
+  CHECK(scheduler.stats().write_backs == 1);
+  CHECK(scheduler.stats().fills == 0);
+}
+
+TEST_CASE("a second attempt at a lease that failed is not taken for a hit") {
+  const Watchdog watchdog{"failed lease"};
+  for (std::uint64_t n = 1; n <= 12; ++n) {
+    CAPTURE(n);
+    Small bench{3};
+    Scheduler& scheduler = bench.scheduler;
+    scheduler.begin(scheduler.add_plan(bench.pages.sweep(Access::read)));
+    for (std::size_t page = 0; page < 3; ++page) {
+      bench.device.fail_call(page == 1 ? n : 0);
+      std::optional<Scheduler::LeaseType> lease;
+      try {
+        lease.emplace(scheduler.lease(bench.page(page), bench.main));
+      } catch (const DeviceError&) {
+        lease.emplace(scheduler.lease(bench.page(page), bench.main));
+      }
+      bench.device.fail_call(0);
+      CHECK_FALSE(lease->hit());
+      lease->commit();
+    }
+    CHECK(scheduler.stats().hits == 0);
+  }
+}
+
+// ------------------------------------------------------------------------------------------- resident pages, no cost
+
+TEST_CASE("a resident page is leased at any time, in order across streams, once at a time, and makes no copy") {
+  const Watchdog watchdog{"resident page"};
+  PagingBench bench;
+  const auto side_owner = bench.device.create_stream("side");
+  const HostDevice::StreamRef side = side_owner;
+  Scheduler scheduler{bench.hbm, page_bytes, Role::other, options(2)};
+  const PageId page = scheduler.add_resident_page("resident", page_bytes, Role::weight, bench.compute);
+  CHECK(bench.hbm.usage().by_role[static_cast<std::uint32_t>(Role::weight)] == bench.hbm.footprint(page_bytes));
+  Gate gate;
+  {
+    auto lease = scheduler.lease(page, bench.compute);
+    CHECK(lease.hit());
+    CHECK(lease.access() == Access::read_write);
+    CHECK(lease.bytes().data() == scheduler.resident_memory(page).data());
+    CHECK(thrown_by<InvalidArgument>([&] { auto again = scheduler.lease(page, side); }));
+    CHECK(thrown_by<InvalidArgument>([&] { static_cast<void>(lease.donate(HbmArena<Device_>::Buffer{})); }));
+    bench.device.enqueue(bench.compute, gate.pass());
+    enqueue_write(bench.device, bench.compute, lease.as<std::uint32_t>(0, words_of_a_page), 3);
+    lease.launched();
+    CHECK(scheduler.dirty(page));
+    lease.commit();
+    CHECK_FALSE(scheduler.dirty(page));
+  }
+  std::vector<std::uint32_t> seen(words_of_a_page);
+  {
+    auto lease = scheduler.lease(page, side);
+    enqueue_read(bench.device, side, lease.as<std::uint32_t>(0, words_of_a_page), seen.data());
+    lease.launched();
+  }  // not committed: there is nothing to discard
+  CHECK_FALSE(scheduler.dirty(page));
+  gate.open();
+  bench.device.synchronize(side);
+  for (std::uint64_t i = 0; i < words_of_a_page; ++i) REQUIRE(seen[i] == written_word(3, i));
+  CHECK(scheduler.stats() == TransferStats{});
+}
+
+TEST_CASE("KeepResident: no stream, no event, no slot, and a lease calls nothing on the device") {
+  const Watchdog watchdog{"KeepResident"};
+  PagingBench bench;
+  using Resident = PrefetchScheduler<Device_, KeepResident>;
+  static_assert(!Resident::pages);
+  static_assert(Scheduler::pages);
+  const auto before = bench.device.counts();
+  const auto calls = bench.device.calls_made();
+  {
+    Resident scheduler{bench.hbm, page_bytes, Role::optimizer_state};
+    CHECK(bench.device.calls_made() == calls);
+    const PageId page = scheduler.add_resident_page("m and v", page_bytes, Role::optimizer_state, bench.compute);
+    CHECK((bench.device.counts() - before).streams == 0);
+    CHECK((bench.device.counts() - before).events == 0);
+    CHECK(bench.hbm.usage().used == bench.hbm.footprint(page_bytes));
+    CHECK(scheduler.resident_memory(page).count() == page_bytes.count());
+    const auto after_setup = bench.device.calls_made();
+    auto lease = scheduler.lease(page, bench.compute);
+    CHECK(lease.hit());
+    lease.used_on(bench.compute);
+    lease.launched();
+    CHECK(lease.bytes().data() == scheduler.resident_memory(page).data());
+    lease.commit();
+    {
+      const auto dropped = scheduler.lease(page, bench.compute);
+    }
+    CHECK_FALSE(scheduler.dirty(page));
+    CHECK(scheduler.stats() == TransferStats{});
+    CHECK(bench.device.calls_made() == after_setup);
+    CHECK(thrown_by<InvalidArgument>([&] { auto none = scheduler.lease(static_cast<PageId>(3), bench.compute); }));
+  }
+}
+
+TEST_CASE("after the first plan nothing allocates, and no stream or event is made") {
+  const Watchdog watchdog{"allocations"};
+  REQUIRE(counts_allocations != 0);
+  PagingBenchOf<Device_> bench;
+  Pages pages{bench, 8};
+  SlotPool<Device_> pool{bench.hbm, page_bytes, 4, Role::other, bench.compute};
+  Scheduler own{bench.hbm, page_bytes, Role::other, options(3)};
+  Scheduler shared{pool, bench.hbm, options(3)};
+  std::vector<PageId> others;
+  pages.add_to(own, 8, Access::read_write);
+  for (std::uint32_t i = 0; i < 8; i += 2) {
+    others.push_back(
+        shared.add_page({.label = "pair", .parts = {{&pages.home, page_bytes.count() * i, 0, page_bytes}}}));
+  }
+  std::vector<PlanStep> steps = pages.sweep(Access::read_write), back;
+  for (std::size_t i = 8; i-- > 0;) steps.push_back({pages.ids[i], Access::read});
+  for (const PageId page : others) back.push_back({page, Access::read_write});
+  const PlanId plan = own.add_plan(steps), other_plan = shared.add_plan(back);
+  const auto once = [&] {
+    own.begin(plan);
+    for (const PlanStep& step : steps) own.lease(step.page, bench.compute).commit();
+    shared.begin(other_plan);
+    for (const PlanStep& step : back) {
+      auto lease = shared.lease(step.page, bench.compute);
+      enqueue_update(bench.device, bench.compute, lease.as<std::uint32_t>(0, words_of_a_page), 1);
+      lease.commit();
+    }
+    shared.finish(bench.compute);
+    own.finish(bench.compute);
+    bench.device.synchronize(HostDevice::StreamRef{bench.compute});
+  };
+  once();
+  const auto counts = bench.device.counts();
+  const std::uint64_t before = allocations.load();
+  for (int i = 0; i < 3; ++i) once();
+  CHECK(allocations.load() == before);
+  CHECK(bench.device.counts().streams == counts.streams);
+  CHECK(bench.device.counts().events == counts.events);
+  CHECK(bench.device.counts().h2d_copies > counts.h2d_copies);
 }

@@ -22,8 +22,8 @@ struct PagingBenchOf {
   hbmoff::PinnedHostArena<D> host;
   typename D::Stream compute;
 
-  explicit PagingBenchOf(hbmoff::Bytes capacity = hbmoff::Bytes{8 << 20}, std::uint64_t ring_capacity = 1024)
-      : device{hbmoff::HostDeviceOptions{.hbm_capacity = capacity, .ring_capacity = ring_capacity}},
+  explicit PagingBenchOf(hbmoff::Bytes capacity = hbmoff::Bytes{8 << 20})
+      : device{hbmoff::HostDeviceOptions{.hbm_capacity = capacity}},
         hbm{device, capacity, {.max_blocks = 1024, .max_streams = 16, .fill_freed = true}},
         host{device, capacity, {.max_blocks = 1024, .max_streams = 16, .fill_freed = true}},
         compute{device.create_stream("compute")} {}
