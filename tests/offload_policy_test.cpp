@@ -53,7 +53,7 @@ struct WrongType {
   int home(const TensorInfo&) const { return 0; }
 };
 struct NotCopyable {
-  static constexpr Tier home_tier = Tier::hbm;
+  Tier home(const TensorInfo&) const { return Tier::hbm; }
   NotCopyable(const NotCopyable&) = delete;
 };
 

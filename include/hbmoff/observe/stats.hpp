@@ -65,8 +65,8 @@ struct NullObserver {
 
 /// Takes device times of every activity with pairs of timed events, all created in the constructor. Hand
 /// `recorder.observer()` to a scheduler; after the streams were synchronized, `collect` gives the intervals.
-/// When more than `capacity` activities come between two collects, or the device refuses a record, the activity
-/// is not timed and `dropped()` counts it: observing never fails a step.
+/// When more than `capacity` activities come between two collects, the device refuses a record, or the activity fails
+/// half-way, it is not timed and `dropped()` counts it: observing never fails a step.
 template <Device D>
 class Recorder {
  public:
@@ -140,6 +140,7 @@ class Recorder {
   };
 
   void open(Activity activity, typename D::StreamRef stream) noexcept {
+    if (std::exchange(open_, false)) ++dropped_;  // the activity before failed half-way and did not end
     if (used_ == spans_.size()) {
       ++dropped_;
       return;
