@@ -75,10 +75,10 @@ std::uint64_t train(const char* label, Policy policy) {
   for (std::uint32_t l = 0; l < layers; ++l) {
     for (const char* kind : {"w", "b"}) {
       const std::string name = "layer." + std::to_string(l) + "." + kind;
-      Parameter& p = parameters.emplace_back(
-          Parameter{{.name = name, .layer = static_cast<std::int32_t>(l), .count = width},
-                    hbm.allocate(Bytes{width * 4}, name, Role::weight, stream),
-                    hbm.allocate(Bytes{width * 4}, name + ".gradient", Role::gradient, stream)});
+      Parameter& p = parameters.emplace_back();
+      p.info = {.name = name, .layer = static_cast<std::int32_t>(l), .count = width};
+      p.weight = hbm.allocate(Bytes{width * 4}, name, Role::weight, stream);
+      p.gradient = hbm.allocate(Bytes{width * 4}, name + ".gradient", Role::gradient, stream);
       device.enqueue(stream, [w = p.weight.as<float>(), start = kind[0] == 'w' ? 1.0f : 0.0f] {
         for (std::uint64_t i = 0; i < width; ++i) w.data()[i] = start;
       });
