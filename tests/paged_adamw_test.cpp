@@ -794,3 +794,41 @@ TEST_CASE("gradients are zeroed in stream order") {
   model.step({.zero = true}, {AdamWGroup{}});
   rig.check_equal(optimizer, model);
 }
+
+TEST_CASE("values out of their ranges are refused, and nothing happens") {
+  HostDevice device;
+  HbmArena hbm{device, 1_MiB};
+  PinnedHostArena host{device, 1_MiB};
+  const HostDevice::Stream stream = device.create_stream();
+  auto weight = hbm.allocate(64_B, "w", Role::weight, stream);
+  auto gradient = hbm.allocate(64_B, "g", Role::gradient, stream);
+  device.fill_async(weight.bytes(), std::byte{0}, stream);
+  device.fill_async(gradient.bytes(), std::byte{0x3f}, stream);
+  PagedAdamW optimizer{hbm, host, OffloadAll{}, {.page = 1_KiB}};
+  optimizer.add(TensorInfo{.name = "w", .count = 16}, weight.as<float>(), gradient.as<float>());
+  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  const AdamWGroup good;
+  const auto refused = [&](auto&& change) {
+    change(optimizer.group({}));
+    CHECK_THROWS_AS(optimizer.step(stream), InvalidArgument);
+    optimizer.group({}) = good;
+  };
+  for (const float bad : {-1.0f, nan, infinity}) {
+    refused([&](AdamWGroup& g) { g.learning_rate = bad; });
+    refused([&](AdamWGroup& g) { g.weight_decay = bad; });
+    refused([&](AdamWGroup& g) { g.beta1 = bad; });
+    refused([&](AdamWGroup& g) { g.beta2 = bad; });
+    refused([&](AdamWGroup& g) { g.epsilon = bad; });
+    CHECK_THROWS_AS(optimizer.step(stream, {.max_norm = bad}), InvalidArgument);
+  }
+  refused([](AdamWGroup& g) { g.beta1 = 1.0f; });
+  refused([](AdamWGroup& g) { g.beta2 = 1.0f; });
+  refused([](AdamWGroup& g) { g.epsilon = 0.0f; });
+  CHECK_THROWS_AS(optimizer.step(stream, {.gradient_scale = nan}), InvalidArgument);
+  CHECK(optimizer.steps() == 0);
+  // A negative scale turns the gradient round; its norm is no less for it.
+  const double norm = optimizer.report(optimizer.step(stream, {.gradient_scale = -2.0f})).norm;
+  CHECK(norm > 0);
+  CHECK(norm == 2 * optimizer.report(optimizer.step(stream)).norm);
+  device.synchronize(HostDevice::StreamRef{stream});
+}

@@ -191,7 +191,7 @@ struct DecideStep {
 
   void operator()() const {
     Shared& shared = *tables.shared;
-    const double scaled = std::sqrt(norm->squared_norm) * static_cast<double>(gradient_scale);
+    const double scaled = std::sqrt(norm->squared_norm) * std::fabs(static_cast<double>(gradient_scale));
     shared.scale = static_cast<double>(gradient_scale) * clip_scale(scaled, static_cast<double>(max_norm));
     const bool apply = norm->finite != 0 || !skip_nonfinite;
     shared.report.norm = scaled;

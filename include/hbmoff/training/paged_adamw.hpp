@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <source_location>
@@ -27,7 +29,7 @@
 
 namespace hbmoff {
 
-/// Hyper-parameters of a group of tensors. Betas in [0, 1), epsilon above 0, the others not negative.
+/// Hyper-parameters of a group of tensors. Betas in [0, 1), epsilon above 0, the others not negative; all finite.
 struct AdamWGroup {
   float learning_rate = 1e-3f;
   float weight_decay = 0.0f;
@@ -212,10 +214,12 @@ class PagedAdamW {
   }
 
   /// One step for all tensors that are neither frozen nor without gradient. Asynchronous: `stream` is behind all of it
-  /// afterwards, write-backs included. Returns the step's number: 1, 2, ...
+  /// afterwards, write-backs included. Returns the step's number: 1, 2, ... Throws InvalidArgument, and does nothing, for
+  /// values of a group or of `options` out of their ranges.
   std::uint64_t step(StreamRef stream, AdamWStep options = {},
                      std::source_location at = std::source_location::current()) {
     require_idle();
+    check_values(options);
     step_groups_ = groups_;  // allocates only after a group was added
     if (prepared_) {
       start_step(options);
@@ -475,6 +479,24 @@ class PagedAdamW {
     pending_ = {.operation = Operation::initialise, .moments = moments};
     changed_.clear();
     for (std::uint32_t t = 0; t < tensors_.size(); ++t) changed_.push_back(t);
+  }
+
+  void check_values(const AdamWStep& options) const {
+    // Written so that a NaN fails.
+    const auto not_negative = [](float x) { return x >= 0.0f && x <= (std::numeric_limits<float>::max)(); };
+    for (std::size_t g = 0; g < groups_.size(); ++g) {
+      const AdamWGroup& group = groups_[g];
+      if (not_negative(group.learning_rate) && not_negative(group.weight_decay) && not_negative(group.beta1) &&
+          group.beta1 < 1.0f && not_negative(group.beta2) && group.beta2 < 1.0f && not_negative(group.epsilon) &&
+          group.epsilon > 0.0f) {
+        continue;
+      }
+      throw InvalidArgument{"group " + std::to_string(g) +
+                            ": betas lie in [0, 1), epsilon is above 0, learning rate and decay are not negative"};
+    }
+    if (!not_negative(options.max_norm) || !not_negative(std::fabs(options.gradient_scale))) {
+      throw InvalidArgument{"max_norm is not negative, gradient_scale is finite"};
+    }
   }
 
   void start_step(AdamWStep options) {
