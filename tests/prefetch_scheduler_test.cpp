@@ -986,3 +986,22 @@ TEST_CASE("after the first plan nothing allocates, and no stream or event is mad
   CHECK(bench.device.counts().events == counts.events);
   CHECK(bench.device.counts().h2d_copies > counts.h2d_copies);
 }
+
+TEST_CASE("a lease that is out when another plan begins ends as its own plan said, and `finish` brings it home") {
+  const Watchdog watchdog{"begin under a lease"};
+  Small bench{3};
+  const PlanId first = bench.scheduler.add_plan(
+      {{bench.page(0), Access::read_write}, {bench.page(1), Access::read}, {bench.page(0), Access::read}});
+  const PlanId second = bench.scheduler.add_plan({{bench.page(1), Access::read}});
+  bench.scheduler.begin(first);
+  auto lease = bench.scheduler.lease(bench.page(0), bench.main);
+  enqueue_update(bench.device, bench.main, lease.as<std::uint32_t>(0, words_of_a_page), 2);
+  bench.scheduler.begin(second);
+  bench.scheduler.lease(bench.page(1), bench.main).commit();
+  lease.commit();
+  CHECK(bench.scheduler.dirty(bench.page(0)));  // kept, as the first plan wanted
+  bench.scheduler.finish(bench.main);
+  bench.device.synchronize(bench.main);
+  const auto* home = reinterpret_cast<const std::uint32_t*>(bench.pages.home.memory().data());
+  for (std::uint64_t i = 0; i < words_of_a_page; ++i) REQUIRE(home[i] == updated_word(written_word(1, i), 2, i));
+}

@@ -385,3 +385,34 @@ TEST_CASE("a page is not donated while somebody would look for its content at ho
     CHECK(scheduler.stats().fills == 0);
   }
 }
+
+TEST_CASE("a donation whose slot cannot be tidied up at once is made all the same") {
+  const Watchdog watchdog{"donate, failing"};
+  for (std::uint64_t n = 1; n <= 4; ++n) {
+    CAPTURE(n);
+    PagingBench bench;
+    Pool pool{bench.hbm, page_bytes, 1, Role::other, bench.compute};
+    Sharer sharer{bench, pool, share(1, 1, "sharer"), 2, 2};
+    sharer.scheduler.begin(sharer.plan({0, 1}, Access::read));
+    std::vector<std::uint32_t> seen(2 * page_words);
+    auto lease = sharer.scheduler.lease(sharer.pages[0], bench.compute);
+    auto replacement = bench.hbm.allocate(page_bytes, "mine", Role::other, bench.compute);
+    bench.device.fail_call(n);
+    HbmArena<LoggingDevice>::Buffer donated;
+    try {
+      donated = lease.donate(std::move(replacement));
+    } catch (const DeviceError&) {
+      CHECK(n == 1);  // only the record of the release can refuse
+      donated = lease.donate(std::move(replacement));
+    }
+    bench.device.fail_call(0);
+    enqueue_read(bench.device, bench.compute, donated.as<std::uint32_t>(), seen.data());
+    auto next = sharer.scheduler.lease(sharer.pages[1], bench.compute);
+    enqueue_read(bench.device, bench.compute, words_of(next), seen.data() + page_words);
+    next.commit();
+    sharer.scheduler.finish(bench.compute);
+    bench.device.synchronize(Stream{bench.compute});
+    for (std::uint64_t i = 0; i < seen.size(); ++i) REQUIRE(seen[i] == written_word(2, i));
+    CHECK(pool.free_count() == 1);
+  }
+}

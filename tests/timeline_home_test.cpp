@@ -595,3 +595,17 @@ TEST_CASE("a wait set keeps the latest point of each timeline, skips the waiting
   CHECK((device.counts() - before).waits == 63);
   waits.synchronize();
 }
+
+TEST_CASE("a timeline that drains while the context is lost returns") {
+  const Watchdog watchdog{"drain"};
+  LoggingDevice device;
+  Timeline<LoggingDevice> timeline{device, "numbers"};
+  Gate gate;
+  device.enqueue(timeline.stream(), gate.pass());
+  device.enqueue(timeline.stream(), [] { throw 1; });
+  std::thread opener{[&] { gate.open(); }};
+  timeline.drain();
+  opener.join();
+  CHECK(device.lost());
+  timeline.drain();
+}
