@@ -87,6 +87,9 @@ class Training {
     Outcome outcome;
     {
       const HostDevice::Stream stream = attempt([&] { return device().create_stream("compute"); });
+      // Another stream for the backward, so that leases have something to wait for.
+      const HostDevice::Stream backward = attempt([&] { return device().create_stream("backward"); });
+      const HostDevice::Event turn = attempt([&] { return device().create_event(); });
       for (const TensorSpec& spec : tensors()) {
         weights_.push_back(attempt(
             [&] { return m_.hbm.allocate(size_of(spec.weight) * spec.count, spec.name, Role::weight, stream); }));
@@ -113,7 +116,10 @@ class Training {
                                          ActivationStoreOptions{.fill_evicted = true});
         });
         for (std::uint64_t s = 1; s <= 3; ++s) {
-          forward_and_backward(stream, *store, s);
+          forward(stream, *store, s);
+          order(stream, backward, turn);
+          run_backward(backward, *store, s);
+          order(backward, stream, turn);
           optimizer->group(GroupId{5}).learning_rate = 0.01f / static_cast<float>(s);
           step(stream, *optimizer, s);
         }
@@ -198,25 +204,36 @@ class Training {
     }
   }
 
-  // The gradients of the step, to which the backward adds what the forward saved.
+  void order(HostDevice::StreamRef first, HostDevice::StreamRef second, HostDevice::EventRef event) {
+    attempt([&] { device().record(event, first); });
+    attempt([&] { device().wait(second, event); });
+  }
+
+  void compute(HostDevice::StreamRef stream, device_span<float> to, std::uint64_t step, std::uint32_t layer,
+               std::uint32_t tensor) {
+    put(stream, [=] {
+      for (std::uint64_t i = 0; i < to.count(); ++i)
+        to.data()[i] = activation_test::saved_number(step, layer, tensor, i);
+    });
+  }
+
   template <class Store>
-  void forward_and_backward(HostDevice::StreamRef stream, Store& store, std::uint64_t step) {
-    using activation_test::saved_number;
+  void forward(HostDevice::StreamRef stream, Store& store, std::uint64_t step) {
     put_gradients(stream, step);
-    const auto compute = [&](device_span<float> to, std::uint32_t layer, std::uint32_t tensor) {
-      put(stream, [=] {
-        for (std::uint64_t i = 0; i < to.count(); ++i) to.data()[i] = saved_number(step, layer, tensor, i);
-      });
-    };
     for (std::uint32_t l = 0; l < layers; ++l) {
       auto saved = attempt([&] { return store.save(l, stream); }, true);
-      for (std::uint32_t i = 0; i < 3; ++i) compute(saved.template tensor<float>(i), l, i);
+      for (std::uint32_t i = 0; i < 3; ++i) compute(stream, saved.template tensor<float>(i), step, l, i);
       attempt([&] { saved.commit(); }, true);
     }
+  }
+
+  // Adds to the gradients what the forward saved.
+  template <class Store>
+  void run_backward(HostDevice::StreamRef stream, Store& store, std::uint64_t step) {
     for (std::uint32_t l = layers; l-- > 0;) {
       auto saved = attempt([&] { return store.restore(l, stream); }, true);
       CHECK(saved.missing(1) == (l < layers - 2));
-      if (saved.missing(1)) compute(saved.template tensor<float>(1), l, 1);
+      if (saved.missing(1)) compute(stream, saved.template tensor<float>(1), step, l, 1);
       for (std::uint32_t i = 0; i < 3; ++i) {
         put(stream, [from = saved.template tensor<float>(i), to = gradients_[0].template as<float>()] {
           for (std::uint64_t e = 0; e < from.count(); ++e) to.data()[e] += from.data()[e];
