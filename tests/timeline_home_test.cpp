@@ -343,6 +343,7 @@ TEST_CASE("memory that a home gets from an arena is not touched before who had i
   TestHome home{bench.host, page_bytes, "after", Role::other, bench.side};
   REQUIRE(home.memory().data() == where);
   Scheduler scheduler{bench.hbm, page_bytes, Role::other, options(2)};
+  scheduler.reserve();  // before the home is known, so that only the copies can wait for its memory
   const PageId page = scheduler.add_page({.label = "page", .parts = {{&home, 0, 0, page_bytes}}});
   scheduler.begin(scheduler.add_plan({{page, Access::write}}));
   {
@@ -608,4 +609,59 @@ TEST_CASE("a timeline that drains while the context is lost returns") {
   opener.join();
   CHECK(device.lost());
   timeline.drain();
+}
+
+TEST_CASE("a slot that was written back under a lease for reading is not filled again before that") {
+  const Watchdog watchdog{"written back under a lease"};
+  HomeBench bench;
+  const auto third_owner = bench.device.create_stream("third");
+  const Stream third = third_owner;
+  // Without the fill of evicted slots, which would wait as well.
+  Scheduler writer{bench.hbm, page_bytes, Role::other, {.depth = 1, .name = "writer"}};
+  Scheduler early{bench.hbm, page_bytes, Role::other, {.depth = 1, .name = "early"}};
+  Scheduler late{bench.hbm, page_bytes, Role::other, {.depth = 1, .name = "late"}};
+  const auto pages = bench.cut(writer), early_pages = bench.cut(early), late_pages = bench.cut(late);
+  std::vector<std::uint32_t> early_saw(page_words), late_saw(page_words), next_saw(page_words);
+
+  // A fill that reads page 0 is held by a gate, and with it whatever writes page 0 home.
+  early.begin(early.add_plan({{early_pages[3], Access::read}, {early_pages[0], Access::read}}));
+  Gate gate;
+  {
+    auto lease = early.lease(early_pages[3], third);
+    bench.device.enqueue(third, gate.pass());
+    lease.commit();
+  }
+  {
+    auto lease = early.lease(early_pages[0], third);
+    enqueue_read(bench.device, third, words_of(lease), early_saw.data());
+    lease.commit();
+  }
+  writer.begin(writer.add_plan({{pages[0], Access::write}, {pages[0], Access::read}, {pages[1], Access::read}}));
+  {
+    auto lease = writer.lease(pages[0], bench.main);
+    enqueue_write(bench.device, bench.main, words_of(lease), 5);
+    lease.commit();
+  }
+  late.begin(late.add_plan({{late_pages[0], Access::read}}));
+  {
+    auto held = writer.lease(pages[0], bench.main);
+    auto lease = late.lease(late_pages[0], bench.side);  // has the kept page written back
+    CHECK(writer.stats().write_backs == 1);
+    enqueue_read(bench.device, bench.side, words_of(lease), late_saw.data());
+    lease.commit();
+    held.commit();
+  }
+  bench.device.synchronize(bench.main);  // the kernels of the slot are done; its write-back is not
+  {
+    auto lease = writer.lease(pages[1], bench.main);
+    enqueue_read(bench.device, bench.main, words_of(lease), next_saw.data());
+    lease.commit();
+  }
+  CHECK(stays_pending(bench.device, bench.main));
+  gate.open();
+  for (const Stream stream : {bench.main, bench.side, third}) bench.device.synchronize(stream);
+  expect_words(early_saw, 1);
+  expect_words(late_saw, 5);
+  expect_words(next_saw, 1, page_words);
+  expect_words(bench.home_words(0), 5);
 }
