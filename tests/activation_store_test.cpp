@@ -489,3 +489,55 @@ TEST_CASE("a store that does not fit throws and gives everything back") {
   CHECK(bench.hbm.try_allocate(64_KiB, "all", Role::other, bench.stream).has_value());
   CHECK(bench.host.try_allocate(64_KiB, "all", Role::other, bench.stream).has_value());
 }
+
+TEST_CASE("a refused save changes nothing, and a new forward leaves nothing of the old one") {
+  HostDevice device;
+  HbmArena hbm{device, 1_MiB};
+  PinnedHostArena host{device, 1_MiB};
+  const HostDevice::Stream stream = device.create_stream();
+  const BundleLayout layout{.tensors = {{{.name = "x", .count = 512}}}, .rows = 8};
+  ActivationStore store{hbm, host, OffloadAll{}, 10, layout, {.fill_evicted = true}};
+  const auto forward = [&] {
+    for (std::uint32_t l = 0; l < 10; ++l) {
+      auto saved = store.save(l, stream);
+      device.enqueue(stream, [x = saved.tensor<float>(0), l] {
+        for (std::uint64_t i = 0; i < x.count(); ++i) x.data()[i] = static_cast<float>(l);
+      });
+      saved.commit();
+    }
+  };
+  forward();
+  CHECK_THROWS_AS((void)store.save(2, stream, 2), InvalidArgument);
+  std::uint64_t wrong = 0;
+  for (std::uint32_t l = 10; l-- > 0;) {
+    auto saved = store.restore(l, stream);
+    CHECK(saved.rows() == 8);
+    device.enqueue(stream, [x = saved.tensor<float>(0), l, &wrong] {
+      for (std::uint64_t i = 0; i < x.count(); ++i) wrong += !(x.data()[i] == static_cast<float>(l));
+    });
+  }
+  device.synchronize(HostDevice::StreamRef{stream});
+  CHECK(wrong == 0);
+
+  ActivationStore kept{hbm, host, KeepResident{}, 3, layout};
+  for (std::uint32_t l = 0; l < 3; ++l) kept.save(l, stream).commit();
+  kept.save(0, stream).commit();
+  CHECK_THROWS_AS((void)kept.restore(2, stream), InvalidArgument);
+  device.synchronize(HostDevice::StreamRef{stream});
+}
+
+TEST_CASE("scratch makes no call on the copy streams: an observed step can be collected behind the user's stream") {
+  HostDevice device;
+  HbmArena hbm{device, 1_MiB};
+  PinnedHostArena host{device, 1_MiB};
+  const HostDevice::Stream stream = device.create_stream();
+  Recorder<HostDevice> recorder{device, 64, stream};
+  const BundleLayout layout{.tensors = {{{.name = "x", .count = 64}}}};
+  ActivationStore<HostDevice, RecomputeFirstLayers<>, 2, Recorder<HostDevice>::Observer> store{
+      hbm, host, RecomputeFirstLayers{8}, 8, layout, {}, recorder.observer()};
+  for (std::uint32_t l = 0; l < 8; ++l) store.save(l, stream).commit();
+  for (std::uint32_t l = 8; l-- > 0;) (void)store.restore(l, stream);
+  device.synchronize(HostDevice::StreamRef{stream});
+  recorder.collect([](const auto& interval) { CHECK(interval.activity == Activity::stall); });
+  CHECK(store.stats().h2d_bytes + store.stats().d2h_bytes + store.stats().fills + store.stats().write_backs == 0);
+}

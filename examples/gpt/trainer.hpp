@@ -183,8 +183,12 @@ class Trainer {
                                           .ring_capacity = 4096,
                                           .host_to_device = {.gigabytes_per_second = o_.link_gbps},
                                           .device_to_host = {.gigabytes_per_second = o_.link_gbps}}},
-        hbm_{device_, estimate_.total(hbmoff::Tier::hbm)},  // a limit may be higher than what this machine has
-        host_{device_, estimate_.total(hbmoff::Tier::pinned_host) + hbmoff::arena_footprint(staging_bytes)},
+        hbm_{device_,
+             estimate_.total(hbmoff::Tier::hbm),
+             {.max_blocks = most_blocks()}},  // a limit may be higher than what this machine has
+        host_{device_,
+              estimate_.total(hbmoff::Tier::pinned_host) + hbmoff::arena_footprint(staging_bytes),
+              {.max_blocks = most_blocks()}},
         stream_{device_.create_stream("compute")}, recorder_{device_, recorder_size(), stream_},
         staging_{host_.allocate(staging_bytes, "staging", Role::workspace, stream_)},
         token_staging_{host_.allocate(Bytes{token_staging_bytes(o_)}, "tokens", Role::workspace, stream_)},
@@ -258,6 +262,13 @@ class Trainer {
     if (!o_.hbm) return needed;
     if (needed > *o_.hbm) throw DoesNotFit{why_it_does_not_fit(o_, estimate_)};
     return *o_.hbm;
+  }
+
+  // A block for each page of the optimizer, wherever it lives, two for each layer, and some more.
+  [[nodiscard]] std::uint32_t most_blocks() const {
+    const uint64_t state = estimate_.of(hbmoff::Tier::pinned_host, Role::optimizer_state).count() +
+                           estimate_.of(hbmoff::Tier::hbm, Role::optimizer_state).count();
+    return static_cast<std::uint32_t>(2 * (state / o_.page.count()) + 2 * o_.layers + 256);
   }
 
   // Fills, write-backs and stalls of one step.

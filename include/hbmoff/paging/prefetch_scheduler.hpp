@@ -635,6 +635,12 @@ class PrefetchScheduler {
   // The caller has published what others hold of the page.
   void fill(Page& page, Slot<D>& slot, std::source_location at) {
     page.filled = true;  // before anything can fail: a second attempt at the lease must not take it for a hit
+    if (nothing_in(page, page.in)) {
+      slot.valid = true;
+      slot.generation = generation(page);
+      slot.version = version(page);
+      return;
+    }
     slot.order_releases_before(device(), copy_in_->stream(), at);
     WaitSet<D> waits;
     waits.add(slot.last_copy);
@@ -656,7 +662,6 @@ class PrefetchScheduler {
     slot.generation = generation(page);
     slot.version = version(page);
     observer_.end(Activity::fill, copy_in_->stream());
-    if (page.in.empty()) return;
     ++stats_.fills;
     copy_in_->record(at);
   }
@@ -692,7 +697,17 @@ class PrefetchScheduler {
     }
   }
 
+  // Scratch: no call on the copy streams, on which nobody would wait for it.
+  static bool nothing_in(const Page& page, const std::vector<Range>& ranges) {
+    return std::all_of(ranges.begin(), ranges.end(), [&](const Range& range) { return clipped(page, range) == 0; });
+  }
+
   void write_back(Page& page, Slot<D>& slot, std::source_location at) {
+    if (nothing_in(page, page.out)) {
+      slot.dirty = slot.launched = false;
+      slot.version = version(page);
+      return;
+    }
     slot.order_releases_before(device(), copy_out_->stream(), at);
     WaitSet<D> waits;
     waits.add(slot.last_copy);
@@ -715,7 +730,6 @@ class PrefetchScheduler {
     slot.dirty = slot.launched = false;
     slot.version = version(page);
     observer_.end(Activity::write_back, copy_out_->stream());
-    if (!mark.valid()) return;
     ++stats_.write_backs;
     copy_out_->record(at);
   }

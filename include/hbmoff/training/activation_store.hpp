@@ -214,11 +214,13 @@ class ActivationStore {
     if constexpr (Scheduler::pages) {
       if (l.paged) {
         if (layer == *first_paged_) scheduler_->begin(*plan_, at);
+        require_next(layer, *l.paged, Access::write);
         scheduler_->limit(*l.paged, l.placement.offloaded(rows));
-        bundle.paged_ = lease_next(layer, *l.paged, Access::write, stream, at);
+        bundle.paged_ = scheduler_->lease(*l.paged, stream, at);
       }
     }
-    l.saved_rows = 0;
+    // A forward that starts again leaves nothing of the one before to restore.
+    for (std::size_t k = layer; k < layers_.size(); ++k) layers_[k].saved_rows = 0;
     last_stream_ = stream;
     return bundle;
   }
@@ -233,7 +235,10 @@ class ActivationStore {
     SavedBundle bundle{l.placement, l.saved_rows, l.saved_rows, false};
     if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     if constexpr (Scheduler::pages) {
-      if (l.paged) bundle.paged_ = lease_next(layer, *l.paged, Access::read, stream, at);
+      if (l.paged) {
+        require_next(layer, *l.paged, Access::read);
+        bundle.paged_ = scheduler_->lease(*l.paged, stream, at);
+      }
     }
     l.saved_rows = 0;
     last_stream_ = stream;
@@ -257,13 +262,12 @@ class ActivationStore {
     return layers_[layer];
   }
 
-  Lease<Scheduler> lease_next(std::uint32_t layer, PageId page, Access access, StreamRef stream,
-                              std::source_location at) {
-    if (!scheduler_->expects(page, access)) {
+  void require_next(std::uint32_t layer, PageId page, Access access) const {
+    if constexpr (Scheduler::pages) {
+      if (scheduler_->expects(page, access)) return;
       throw InvalidArgument{"layer " + std::to_string(layer) + (access == Access::write ? " saved" : " restored") +
                             " out of order: save all layers upwards, then restore them downwards"};
     }
-    return scheduler_->lease(page, stream, at);
   }
 
   D* device_;
