@@ -39,6 +39,8 @@ struct ActivationStoreOptions {
 ///   backward is followed by the next forward at once. One thread at a time.
 /// - Streams used with a store outlive it.
 /// - A save that is not committed is discarded and makes no traffic: so evaluate with the same code.
+/// - With a policy that is known to keep everything there are no events: order between streams is the caller's, and at
+///   the end memory waits for the stream of the last `save` or `restore` only.
 /// - A call that throws can be made again.
 template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
 class ActivationStore {

@@ -275,8 +275,8 @@ class PagedAdamW {
   // -------------------------------------------------------------------------------------------- state by name
 
   /// Copies a tensor's state into `out` (as many elements as the tensor has). Blocks the calling thread until the steps
-  /// before are done. `master_weight` exists for 16-bit weights only. Where the state is resident the call takes up to 64 KiB of
-  /// pinned memory for its time, and throws OutOfMemory when there is none.
+  /// before are done. `master_weight` exists for 16-bit weights only. Where the state is resident the call takes up to
+  /// 64 KiB of pinned memory for its time, and throws OutOfMemory when there is none.
   void read(std::string_view name, OptimizerState state, std::span<float> out) {
     for_each_slice(
         name, state, out.size(),
