@@ -61,7 +61,6 @@ need_header CLI/CLI.hpp libcli11-dev
 need_header nlohmann/json.hpp nlohmann-json3-dev
 need_header fmt/format.h libfmt-dev
 need_header zlib.h zlib1g-dev
-need_header zlib.h zlib1g-dev
 pkg-config --exists openblas 2>/dev/null || packages+=(libopenblas-dev)
 if has_stage dev; then
   need_command clang-format-19 clang-format-19
