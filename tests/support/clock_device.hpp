@@ -137,8 +137,9 @@ class ClockDevice {
       freed_.push_back({first, past, stream.index(), clocks_[stream.index()][stream.index()]});
     }
   }
-  void note_access(StreamRef, std::string_view, std::initializer_list<hbmoff::AccessRange>,
-                   std::initializer_list<hbmoff::AccessRange>, At = At::current()) {}
+  void note_access(StreamRef, std::string_view, hbmoff::AccessList, hbmoff::AccessList, At = At::current()) {}
+  void note_host_access(std::string_view, hbmoff::AccessList, hbmoff::AccessList, At = At::current()) {}
+  void note_discarded(hbmoff::device_span<const std::byte>, std::string_view) noexcept {}
 
   /// The n-th call from now throws; 0 switches off.
   void fail_call(std::uint64_t n) { fail_at_ = n == 0 ? 0 : calls + n; }

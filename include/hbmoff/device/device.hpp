@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <source_location>
+#include <span>
 #include <string_view>
 #include <type_traits>
 
@@ -98,11 +99,34 @@ struct MemoryInfo {
 /// What happened to a block, for devices that check. `named` gives a name to (part of) a live block.
 enum class BlockNote : std::uint8_t { allocated, freed, named };
 
-/// A byte range that a launch reads or writes.
+/// A byte range that work reads or writes. A span converts to it.
 struct AccessRange {
   const void* data = nullptr;
-  Bytes bytes;
+  Bytes bytes = {};
+
+  constexpr AccessRange() = default;
+  constexpr AccessRange(const void* first, Bytes size) : data{first}, bytes{size} {}
+  template <class T, class Space>
+  constexpr AccessRange(memory_span<T, Space> span) : data{span.data()}, bytes{span.size_bytes()} {}
 };
+
+/// Ranges for the time of a call: `{x, y}`, or what a span of ranges views.
+class AccessList {
+ public:
+  constexpr AccessList() = default;
+  constexpr AccessList(std::initializer_list<AccessRange> ranges) : ranges_{ranges.begin(), ranges.size()} {}
+  constexpr AccessList(std::span<const AccessRange> ranges) : ranges_{ranges} {}
+  [[nodiscard]] constexpr auto begin() const { return ranges_.begin(); }
+  [[nodiscard]] constexpr auto end() const { return ranges_.end(); }
+
+ private:
+  std::span<const AccessRange> ranges_;
+};
+
+/// Whether `D` looks at notes. Where it does not, notes compile to nothing; only what takes work to gather for them
+/// needs to ask first.
+template <class D>
+inline constexpr bool takes_notes = requires { requires D::takes_notes; };
 
 /// A device runs one program in streams. The semantics are CUDA's on every device:
 ///
@@ -160,11 +184,16 @@ concept Device =
       { constant.memory_info() } -> std::same_as<MemoryInfo>;
       { constant.lost() } noexcept -> std::same_as<bool>;
 
-  // Notes for devices that check; they cost nothing elsewhere.
+  // Notes for devices that check; they cost nothing elsewhere (see `CheckedDevice`).
       device.note_block(BlockNote::named, hbm_source, std::string_view{}, stream, at);
       device.note_block(BlockNote::named, pinned_source, std::string_view{}, stream, at);
-      device.note_access(stream, std::string_view{}, std::initializer_list<AccessRange>{},
-                         std::initializer_list<AccessRange>{}, at);  // reads, writes
+  // What the next launch on `stream` reads and writes: kernels and host functions. (Copies and fills are known.)
+      device.note_access(stream, std::string_view{}, AccessList{}, AccessList{}, at);
+  // What the calling thread is about to read and write by itself, of pinned memory.
+      device.note_host_access(std::string_view{}, AccessList{}, AccessList{}, at);
+      // The range's content is worthless from here on, and the range has a new name: reading it before it was written
+      // again is a fault.
+      { device.note_discarded(hbm_source, std::string_view{}) } noexcept;
     };
 
 }  // namespace hbmoff

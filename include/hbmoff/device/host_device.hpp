@@ -101,6 +101,9 @@ class HostDevice {
   struct EventState;
 
  public:
+  using Options = HostDeviceOptions;
+  using LaunchOptions = EnqueueOptions;
+
   /// Bytes that a callable handed to `enqueue` or `host_func` may capture.
   static constexpr std::size_t max_callable_bytes = 352;
 
@@ -413,8 +416,11 @@ class HostDevice {
   template <class T, class Space>
   void note_block(BlockNote, memory_span<T, Space>, std::string_view, StreamRef,
                   std::source_location = std::source_location::current()) noexcept {}
-  void note_access(StreamRef, std::string_view, std::initializer_list<AccessRange>, std::initializer_list<AccessRange>,
+  void note_access(StreamRef, std::string_view, AccessList, AccessList,
                    std::source_location = std::source_location::current()) noexcept {}
+  void note_host_access(std::string_view, AccessList, AccessList,
+                        std::source_location = std::source_location::current()) noexcept {}
+  void note_discarded(device_span<const std::byte>, std::string_view) noexcept {}
 
  private:
   using Clock = detail::StreamQueue::Clock;
