@@ -80,6 +80,7 @@ void enqueue_compute(D& device, typename D::StreamRef stream, const Bundle& bund
                      std::uint64_t pass, std::uint32_t layer, std::uint32_t tensor) {
   with_type(layout.tensors[tensor].info.dtype, [&]<class T>(T) {
     const device_span<T> to = bundle.template tensor<T>(tensor);
+    device.note_access(stream, "compute", {}, {to});
     device.enqueue(stream, [=] {
       for (std::uint64_t i = 0; i < to.count(); ++i) to.data()[i] = from_float<T>(saved_number(pass, layer, tensor, i));
     });
@@ -91,6 +92,7 @@ void enqueue_verify(D& device, typename D::StreamRef stream, const Bundle& bundl
                     std::uint64_t pass, std::uint32_t layer, std::uint32_t tensor, std::uint64_t* wrong) {
   with_type(layout.tensors[tensor].info.dtype, [&]<class T>(T) {
     const device_span<const T> from = bundle.template tensor<T>(tensor);
+    device.note_access(stream, "verify", {from}, {});
     device.enqueue(stream, [=] {
       for (std::uint64_t i = 0; i < from.count(); ++i) {
         const T expected = from_float<T>(saved_number(pass, layer, tensor, i));

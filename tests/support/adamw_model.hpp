@@ -230,6 +230,7 @@ class Rig {
   void load_weights(const AdamWModel& model) {
     for (std::uint32_t t = 0; t < specs.size(); ++t) {
       if (specs[t].count == 0) continue;
+      device.note_access(stream, "load weights", {}, {weights[t].bytes()});
       device.enqueue(stream, [to = weights[t].bytes().data(), from = model.tensors[t].weight.data(),
                               bytes = model.tensors[t].weight.size()] { std::memcpy(to, from, bytes); });
     }
@@ -240,6 +241,7 @@ class Rig {
   void write_gradients(const GradientSource& source) { write_gradients(source, stream); }
   void write_gradients(const GradientSource& source, typename D::StreamRef on) {
     for (std::uint32_t t = 0; t < specs.size(); ++t) {
+      device.note_access(on, "write gradients", {}, {gradients[t].bytes()});
       device.enqueue(on,
                      [source, t, to = gradients[t].bytes().data(), count = specs[t].count, dtype = specs[t].gradient] {
                        for (std::uint64_t i = 0; i < count; ++i) store(to, dtype, i, source.at(t, i));
@@ -268,6 +270,7 @@ class Rig {
   [[nodiscard]] std::vector<std::byte> weight_bits(std::uint32_t t) {
     std::vector<std::byte> out(weights[t].size().count());
     if (!out.empty()) {
+      device.note_access(stream, "look at weights", {weights[t].bytes()}, {});
       device.enqueue(stream, [from = weights[t].bytes().data(), to = out.data(), bytes = out.size()] {
         std::memcpy(to, from, bytes);
       });

@@ -140,6 +140,8 @@ class ClockDevice {
   void note_access(StreamRef, std::string_view, hbmoff::AccessList, hbmoff::AccessList, At = At::current()) {}
   void note_host_access(std::string_view, hbmoff::AccessList, hbmoff::AccessList, At = At::current()) {}
   void note_discarded(hbmoff::device_span<const std::byte>, std::string_view) noexcept {}
+  template <class Space>
+  void note_divided(hbmoff::memory_span<const std::byte, Space>, bool) noexcept {}
 
   /// The n-th call from now throws; 0 switches off.
   void fail_call(std::uint64_t n) { fail_at_ = n == 0 ? 0 : calls + n; }

@@ -110,12 +110,13 @@ struct AccessRange {
   constexpr AccessRange(memory_span<T, Space> span) : data{span.data()}, bytes{span.size_bytes()} {}
 };
 
-/// Ranges for the time of a call: `{x, y}`, or what a span of ranges views.
+/// Ranges for the time of a call: `{x, y}`, or a span or vector of ranges.
 class AccessList {
  public:
   constexpr AccessList() = default;
   constexpr AccessList(std::initializer_list<AccessRange> ranges) : ranges_{ranges.begin(), ranges.size()} {}
-  constexpr AccessList(std::span<const AccessRange> ranges) : ranges_{ranges} {}
+  template <std::convertible_to<std::span<const AccessRange>> Ranges>
+  constexpr AccessList(const Ranges& ranges) : ranges_{ranges} {}
   [[nodiscard]] constexpr auto begin() const { return ranges_.begin(); }
   [[nodiscard]] constexpr auto end() const { return ranges_.end(); }
 
@@ -194,6 +195,9 @@ concept Device =
       // The range's content is worthless from here on, and the range has a new name: reading it before it was written
       // again is a fault.
       { device.note_discarded(hbm_source, std::string_view{}) } noexcept;
+      // The range is (or is no longer) an arena's: of it, only blocks that are allocated may be touched.
+      { device.note_divided(hbm_source, true) } noexcept;
+      { device.note_divided(pinned_source, true) } noexcept;
     };
 
 }  // namespace hbmoff

@@ -198,6 +198,7 @@ class Arena {
         // The work failed or was dropped: nothing is left to wait for, and a destructor has nobody to tell.
       }
     }
+    device_.note_divided(constant(reservation_.memory()), false);
   }
 
   /// A buffer of `bytes` for work put on `stream` from now on, aligned to 256 bytes. `name` and `role` serve errors
@@ -319,6 +320,7 @@ class Arena {
     for (std::uint32_t i = 0; i < options.max_streams; ++i) {
       lists_.emplace_back(device.create_event(EventTiming::none, at));
     }
+    device_.note_divided(constant(reservation_.memory()), true);  // nothing below throws
   }
 
   static Bytes usable(Bytes capacity) {
@@ -521,6 +523,7 @@ class Arena {
       if constexpr (requires { device_.no_touch(); }) {
         if (device_.no_touch()) return;
       }
+      device_.note_access(stream, "fill of freed memory", {}, {span}, at);
       device_.host_func(stream, [data = span.data(), count = span.count()] { std::memset(data, 0xff, count); }, at);
     }
   }

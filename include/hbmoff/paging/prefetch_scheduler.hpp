@@ -535,6 +535,7 @@ class PrefetchScheduler {
   }
 
   void assign(Page& page, Slot<D>& slot, PageId id) {
+    device().note_discarded(slot.memory(), page.label);
     slot.page = id;
     slot.valid = slot.dirty = slot.launched = false;
     slot.generation = generation(page);

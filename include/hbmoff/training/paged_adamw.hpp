@@ -24,6 +24,7 @@
 #include "hbmoff/memory/pinned_host_arena.hpp"
 #include "hbmoff/observe/stats.hpp"
 #include "hbmoff/paging/prefetch_scheduler.hpp"
+#include "hbmoff/training/adamw_accesses.hpp"
 #include "hbmoff/training/adamw_kernels.hpp"
 #include "hbmoff/training/adamw_layout.hpp"
 
@@ -283,12 +284,15 @@ class PagedAdamW {
         [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
           std::span<float> part = out.subspan(slice.tensor_first, slice.count);
           if (page.home != Tier::hbm) {
-            std::memcpy(part.data(), homes_[p]->memory().data() + offset, part.size_bytes());
+            const auto at_home = homes_[p]->memory().subspan(offset, part.size_bytes());
+            device().note_host_access("PagedAdamW::read", {at_home}, {});
+            std::memcpy(part.data(), at_home.data(), part.size_bytes());
           } else {
             through_staging(
                 offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
                   device().copy_async(staging, device_span<const std::byte>{resident_[p].subspan(at, bytes)}, control_);
                   device().synchronize(StreamRef{control_});
+                  device().note_host_access("PagedAdamW::read", {staging}, {});
                   std::memcpy(reinterpret_cast<std::byte*>(part.data()) + (at - offset), staging.data(), bytes);
                 });
           }
@@ -302,10 +306,13 @@ class PagedAdamW {
         [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
           std::span<const float> part = in.subspan(slice.tensor_first, slice.count);
           if (page.home != Tier::hbm) {
-            std::memcpy(homes_[p]->memory().data() + offset, part.data(), part.size_bytes());
+            const auto at_home = homes_[p]->memory().subspan(offset, part.size_bytes());
+            device().note_host_access("PagedAdamW::write", {}, {at_home});
+            std::memcpy(at_home.data(), part.data(), part.size_bytes());
           } else {
             through_staging(
                 offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
+                  device().note_host_access("PagedAdamW::write", {}, {staging});
                   std::memcpy(staging.data(), reinterpret_cast<const std::byte*>(part.data()) + (at - offset), bytes);
                   device().copy_async(resident_[p].subspan(at, bytes), pinned_span<const std::byte>{staging}, control_);
                   device().synchronize(StreamRef{control_});
@@ -320,12 +327,14 @@ class PagedAdamW {
     settle_for_host();
     device().copy_async(scratch(), device_span<const std::uint64_t>{tables_.applied + t, 1}.bytes(), control_);
     device().synchronize(StreamRef{control_});
+    device().note_host_access("PagedAdamW::applied_steps", {scratch()}, {});
     return scratch().template as<std::uint64_t>()[0];
   }
   /// Sets it, from a checkpoint; counts for the next step. Blocks.
   void set_applied_steps(std::string_view name, std::uint64_t steps) {
     const std::uint32_t t = static_cast<std::uint32_t>(id(name));
     settle_for_host();
+    device().note_host_access("PagedAdamW::set_applied_steps", {}, {scratch()});
     scratch().template as<std::uint64_t>()[0] = steps;
     device().copy_async(device_span<std::uint64_t>{tables_.applied + t, 1}.bytes(),
                         pinned_span<const std::byte>{scratch()}, control_);
@@ -535,14 +544,16 @@ class PagedAdamW {
         if (item != 0) return false;
         device().wait(stream, settled_, at);
         return true;
-      case Phase::zero_tables: {
-        if (!initialise || item != 0) return false;
-        if (pending_.moments == Moments::reset) {
+      case Phase::zero_tables:
+        if (!initialise || item > 1) return false;
+        if (item == 0 && pending_.moments == Moments::reset) {
           device().fill_async(device_span<std::uint64_t>{tables_.applied, tensors_.size()}.bytes(), std::byte{0},
                               stream, at);
         }
+        if (item == 1 && steps_ == 0) {  // the count of skipped steps goes on from here
+          device().fill_async(device_span<Shared>{tables_.shared, 1}.bytes(), std::byte{0}, stream, at);
+        }
         return true;
-      }
       case Phase::tensors:
         return set_entries<SetTensors>(
                    tables_.tensors, changed_.size(), [&](std::uint64_t i) { return changed_[i]; },
@@ -555,19 +566,18 @@ class PagedAdamW {
             [&](std::uint32_t i) { return layout_.slices[i]; }, stream, at);
       case Phase::leaf_sums:
         if (initialise || item != 0 || pending_.options.norm != nullptr) return false;
-        launch(device(), LeafSums{tables_}, stream, at);
+        put(LeafSums{tables_}, stream, at);
         return true;
       case Phase::join_leaves:
         if (initialise || item != 0 || pending_.options.norm != nullptr) return false;
-        launch(device(), JoinLeaves{tables_}, stream, at);
+        put(JoinLeaves{tables_}, stream, at);
         return true;
       case Phase::decide: {
         if (initialise || item != 0) return false;
         const AdamWStep& o = pending_.options;
-        launch(device(),
-               DecideStep{tables_, o.norm != nullptr ? o.norm : &tables_.shared->norm, steps_, o.gradient_scale,
-                          o.max_norm, o.skip_nonfinite},
-               stream, at);
+        put(DecideStep{tables_, o.norm != nullptr ? o.norm : &tables_.shared->norm, steps_, o.gradient_scale,
+                       o.max_norm, o.skip_nonfinite},
+            stream, at);
         return true;
       }
       case Phase::coefficients: {
@@ -582,7 +592,7 @@ class PagedAdamW {
           const AdamWGroup& group = step_groups_[first + g];
           kernel.groups[g] = {group.learning_rate, group.weight_decay, group.beta1, group.beta2, group.epsilon};
         }
-        launch(device(), kernel, stream, at);
+        put(kernel, stream, at);
         return true;
       }
       case Phase::send_report:
@@ -635,9 +645,9 @@ class PagedAdamW {
     const PageMemory memory{lease.bytes().data(), page.stride(),    page.bytes().count(),
                             page.first_slice,     page.slice_count, page.master};
     if (initialise) {
-      launch(device(), InitialisePage{tables_, memory, keep}, stream, at);
+      put(InitialisePage{tables_, memory, keep}, stream, at);
     } else {
-      launch(device(), UpdatePage{tables_, memory}, stream, at);
+      put(UpdatePage{tables_, memory}, stream, at);
     }
     lease.launched();
     ++pending_.item;  // from here on the page is done, whatever happens to its release
@@ -666,8 +676,17 @@ class PagedAdamW {
       kernel.index[i] = index_of(first + i);
       kernel.values[i] = value_of(kernel.index[i]);
     }
-    adamw_kernels::launch(device(), kernel, stream, at);
+    put(kernel, stream, at);
     return true;
+  }
+
+  template <class Kernel>
+  void put(const Kernel& kernel, StreamRef stream, std::source_location at) {
+    if constexpr (takes_notes<D>) {
+      const adamw_kernels::Accesses touched = adamw_kernels::AccessesOf{tensors_, layout_}(kernel);
+      device().note_access(stream, Kernel::name, touched.reads, touched.writes, at);
+    }
+    adamw_kernels::launch(device(), kernel, stream, at);
   }
 
   [[nodiscard]] PlanId plan() const {
@@ -701,6 +720,7 @@ class PagedAdamW {
   }
   [[nodiscard]] StepReport read_report(std::uint64_t step) const {
     require_memory();
+    device().note_host_access("PagedAdamW::report", {report_slot(step)}, {});
     adamw_kernels::Report report;
     std::memcpy(&report, report_slot(step).data(), sizeof report);
     return {report.step, report.norm, report.applied != 0, report.skipped_total};
