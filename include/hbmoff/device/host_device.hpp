@@ -421,6 +421,8 @@ class HostDevice {
   void note_host_access(std::string_view, AccessList, AccessList,
                         std::source_location = std::source_location::current()) noexcept {}
   void note_discarded(device_span<const std::byte>, std::string_view) noexcept {}
+  template <class Space>
+  void note_divided(memory_span<const std::byte, Space>, bool) noexcept {}
 
  private:
   using Clock = detail::StreamQueue::Clock;
