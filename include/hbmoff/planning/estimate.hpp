@@ -2,6 +2,7 @@
 // the library allocates with, so the figures are equal to the byte.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -51,11 +52,40 @@ struct MemoryEstimate {
   return estimate;
 }
 
+/// Whether a user of slots has its own or takes those of a `SlotPool`, which is then estimated by `estimate_slot_pool`.
+enum class Slots : std::uint8_t { own, shared };
+
+/// What a `SlotPool` takes.
+[[nodiscard]] inline MemoryEstimate estimate_slot_pool(Bytes slot_bytes, std::uint32_t count, Role role) {
+  MemoryEstimate estimate;
+  for (std::uint32_t i = 0; i < count; ++i) estimate.add(Tier::hbm, role, slot_bytes);
+  return estimate;
+}
+
+/// Bytes of a slot that a `PagedAdamW` needs; 0 when it pages nothing.
+template <OffloadPolicy Policy>
+[[nodiscard]] Bytes adamw_slot_bytes(std::span<const TensorInfo> weights, const Policy& policy,
+                                     const PagedAdamWOptions& options) {
+  return adamw_layout(weights, policy, options.page).slot_bytes;
+}
+
+/// Bytes of a slot that an `ActivationStore` needs; 0 when it pages nothing.
+template <OffloadPolicy Policy>
+[[nodiscard]] Bytes activation_slot_bytes(const Policy& policy, std::span<const BundleLayout> layouts) {
+  Bytes slot;
+  for (std::size_t l = 0; l < layouts.size(); ++l) {
+    const BundlePlacement placement{layouts[l], policy, static_cast<std::int32_t>(l),
+                                    static_cast<std::int32_t>(layouts.size())};
+    slot = (std::max)(slot, placement.slot(placement.rows()));
+  }
+  return slot;
+}
+
 /// What a `PagedAdamW` takes for `weights` (in the order in which they are added, tied ones once), with the policy, the
 /// options and the depth (`options.depth`) it is constructed with.
 template <OffloadPolicy Policy>
 [[nodiscard]] MemoryEstimate estimate_adamw(std::span<const TensorInfo> weights, const Policy& policy,
-                                            const PagedAdamWOptions& options) {
+                                            const PagedAdamWOptions& options, Slots slots = Slots::own) {
   const AdamWLayout layout = adamw_layout(weights, policy, options.page);
   std::uint64_t leaves = 0;
   for (const TensorInfo& weight : weights) leaves += leaf_count(weight.count);
@@ -63,8 +93,8 @@ template <OffloadPolicy Policy>
   estimate.add(Tier::hbm, Role::bookkeeping, adamw_table_bytes(weights.size(), layout.slices.size(), leaves));
   estimate.add(Tier::pinned_host, Role::bookkeeping, adamw_report_bytes);
   for (const AdamWPage& page : layout.pages) estimate.add(page.home, Role::optimizer_state, page.bytes());
-  if (layout.slot_bytes != Bytes{}) {
-    for (std::uint32_t i = 0; i < options.depth; ++i) estimate.add(Tier::hbm, Role::optimizer_state, layout.slot_bytes);
+  if (slots == Slots::own && layout.slot_bytes != Bytes{}) {
+    estimate += estimate_slot_pool(layout.slot_bytes, options.depth, Role::optimizer_state);
   }
   return estimate;
 }
@@ -73,28 +103,26 @@ template <OffloadPolicy Policy>
 /// (`options.depth`) it is constructed with.
 template <OffloadPolicy Policy>
 [[nodiscard]] MemoryEstimate estimate_activations(const Policy& policy, std::span<const BundleLayout> layouts,
-                                                  const ActivationStoreOptions& options) {
+                                                  const ActivationStoreOptions& options, Slots slots = Slots::own) {
   MemoryEstimate estimate;
-  Bytes slot;
   for (std::size_t l = 0; l < layouts.size(); ++l) {
     const BundlePlacement placement{layouts[l], policy, static_cast<std::int32_t>(l),
                                     static_cast<std::int32_t>(layouts.size())};
     const std::uint64_t rows = placement.rows();
     estimate.add(Tier::hbm, Role::activation, placement.kept(rows));
     estimate.add(Tier::pinned_host, Role::activation, placement.offloaded(rows));
-    slot = (std::max)(slot, placement.slot(rows));
   }
-  if (slot != Bytes{}) {
-    for (std::uint32_t i = 0; i < options.depth; ++i) estimate.add(Tier::hbm, Role::activation, slot);
-  }
+  const Bytes slot = activation_slot_bytes(policy, layouts);
+  if (slots == Slots::own && slot != Bytes{}) estimate += estimate_slot_pool(slot, options.depth, Role::activation);
   return estimate;
 }
 
 /// The same for `layers` layers that all save `layout`.
 template <OffloadPolicy Policy>
 [[nodiscard]] MemoryEstimate estimate_activations(const Policy& policy, std::uint32_t layers,
-                                                  const BundleLayout& layout, const ActivationStoreOptions& options) {
-  return estimate_activations(policy, std::vector<BundleLayout>(layers, layout), options);
+                                                  const BundleLayout& layout, const ActivationStoreOptions& options,
+                                                  Slots slots = Slots::own) {
+  return estimate_activations(policy, std::vector<BundleLayout>(layers, layout), options, slots);
 }
 
 }  // namespace hbmoff

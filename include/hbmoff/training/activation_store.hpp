@@ -33,7 +33,7 @@ struct ActivationStoreOptions {
 /// its way since the layer before. The last `Depth` paged layers of a forward stay in their slots: they are the first
 /// that the backward asks for. Both calls are asynchronous: they order streams and never wait on the calling thread.
 ///
-/// - HBM: Depth slots of the largest bundle plus kept tensors. Host: the offloaded part of each layer.
+/// - HBM: Depth slots of the largest bundle (or a share of a pool) plus kept tensors. Host: the offloaded part of each layer.
 ///   `planning/estimate.hpp` predicts both to the byte. All memory is taken by the constructor.
 /// - Layers are saved in ascending order, from the first on, and restored in descending order; a forward without a
 ///   backward is followed by the next forward at once. One thread at a time.
@@ -140,47 +140,15 @@ class ActivationStore {
   /// One layout for each layer.
   ActivationStore(HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy, const std::vector<BundleLayout>& layouts,
                   ActivationStoreOptions options = {}, Observer observer = {})
-      : device_{&hbm.device()}, control_{hbm.device().create_stream("activations control")} {
-    Bytes slot;
-    layers_.reserve(layouts.size());
-    for (std::size_t l = 0; l < layouts.size(); ++l) {
-      layers_.push_back({BundlePlacement{layouts[l], policy, static_cast<std::int32_t>(l),
-                                         static_cast<std::int32_t>(layouts.size())}});
-      slot = (std::max)(slot, layers_.back().placement.slot(layouts[l].rows));
-    }
-    scheduler_.emplace(
-        hbm, slot, Role::activation,
-        SchedulerOptions{.depth = options.depth, .fill_evicted = options.fill_evicted, .name = "activations"},
-        observer);
-    std::vector<PlanStep> plan;
-    for (std::size_t l = 0; l < layers_.size(); ++l) {
-      Layer& layer = layers_[l];
-      const BundlePlacement& placement = layer.placement;
-      const std::uint64_t rows = placement.rows();
-      const std::string label = "activations of layer " + std::to_string(l);
-      if (placement.kept(rows) != Bytes{}) {
-        layer.kept = scheduler_->add_resident_page(label + " (kept)", placement.kept(rows), Role::activation, control_);
-      }
-      if constexpr (Scheduler::pages) {
-        if (placement.slot(rows) == Bytes{}) continue;
-        PageSpec<D> spec{.label = label, .slot_bytes = placement.slot(rows), .transient = true};
-        if (placement.offloaded(rows) != Bytes{}) {
-          homes_.push_back(
-              std::make_unique<Home<D>>(host, placement.offloaded(rows), label, Role::activation, control_));
-          spec.parts.push_back({homes_.back().get(), 0, 0, placement.offloaded(rows), Access::read_write});
-        }
-        layer.paged = scheduler_->add_page(std::move(spec));
-        if (!first_paged_) first_paged_ = static_cast<std::uint32_t>(l);
-        plan.push_back({*layer.paged, Access::write});
-      }
-    }
-    if constexpr (Scheduler::pages) {
-      for (std::size_t i = plan.size(); i-- > 0;) plan.push_back({plan[i].page, Access::read});
-      plan_ = scheduler_->add_plan(std::move(plan));
-      if (first_paged_) scheduler_->reserve();
-    }
-    device_->synchronize(StreamRef{control_});
-  }
+      : ActivationStore{nullptr, hbm, host, policy, layouts, options, observer} {}
+
+  /// Layers pass through the slots of `slots`, which others may share, instead of slots of its own: at most Depth of
+  /// them, one of which is its own. They must be large enough (`activation_slot_bytes`), and the pool outlives the store.
+  ActivationStore(HbmArena<D>& hbm, PinnedHostArena<D>& host, SlotPool<D>& slots, Policy policy,
+                  const std::vector<BundleLayout>& layouts, ActivationStoreOptions options = {}, Observer observer = {})
+    requires Scheduler::pages
+      : ActivationStore{&slots, hbm, host, policy, layouts, options, observer} {}
+
   ActivationStore(const ActivationStore&) = delete;
   ActivationStore& operator=(const ActivationStore&) = delete;
   ~ActivationStore() {
@@ -252,6 +220,53 @@ class ActivationStore {
   static constexpr std::uint64_t all_rows = ~std::uint64_t{0};
 
  private:
+  // `slots` null: slots of its own.
+  ActivationStore(SlotPool<D>* slots, HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy,
+                  const std::vector<BundleLayout>& layouts, ActivationStoreOptions options, Observer observer)
+      : device_{&hbm.device()}, control_{hbm.device().create_stream("activations control")} {
+    Bytes slot;
+    layers_.reserve(layouts.size());
+    for (std::size_t l = 0; l < layouts.size(); ++l) {
+      layers_.push_back({BundlePlacement{layouts[l], policy, static_cast<std::int32_t>(l),
+                                         static_cast<std::int32_t>(layouts.size())}});
+      slot = (std::max)(slot, layers_.back().placement.slot(layouts[l].rows));
+    }
+    const SchedulerOptions scheduling{
+        .depth = options.depth, .fill_evicted = options.fill_evicted, .name = "activations"};
+    if constexpr (Scheduler::pages) {
+      if (slots != nullptr && slot != Bytes{}) scheduler_.emplace(*slots, hbm, scheduling, observer);
+    }
+    if (!scheduler_) scheduler_.emplace(hbm, slot, Role::activation, scheduling, observer);
+    std::vector<PlanStep> plan;
+    for (std::size_t l = 0; l < layers_.size(); ++l) {
+      Layer& layer = layers_[l];
+      const BundlePlacement& placement = layer.placement;
+      const std::uint64_t rows = placement.rows();
+      const std::string label = "activations of layer " + std::to_string(l);
+      if (placement.kept(rows) != Bytes{}) {
+        layer.kept = scheduler_->add_resident_page(label + " (kept)", placement.kept(rows), Role::activation, control_);
+      }
+      if constexpr (Scheduler::pages) {
+        if (placement.slot(rows) == Bytes{}) continue;
+        PageSpec<D> spec{.label = label, .slot_bytes = placement.slot(rows), .transient = true};
+        if (placement.offloaded(rows) != Bytes{}) {
+          homes_.push_back(
+              std::make_unique<Home<D>>(host, placement.offloaded(rows), label, Role::activation, control_));
+          spec.parts.push_back({homes_.back().get(), 0, 0, placement.offloaded(rows), Access::read_write});
+        }
+        layer.paged = scheduler_->add_page(std::move(spec));
+        if (!first_paged_) first_paged_ = static_cast<std::uint32_t>(l);
+        plan.push_back({*layer.paged, Access::write});
+      }
+    }
+    if constexpr (Scheduler::pages) {
+      for (std::size_t i = plan.size(); i-- > 0;) plan.push_back({plan[i].page, Access::read});
+      plan_ = scheduler_->add_plan(std::move(plan));
+      if (first_paged_) scheduler_->reserve();
+    }
+    device_->synchronize(StreamRef{control_});
+  }
+
   struct Layer {
     BundlePlacement placement;
     std::optional<PageId> kept = {};

@@ -79,7 +79,7 @@ enum class Moments : std::uint8_t { reset, keep };
 /// updates. Weights and gradients stay where they are, in device memory. Where the state lives changes no bit of the
 /// result.
 ///
-/// - HBM: Depth slots of at most `page` bytes, the resident part of the state, and tables (80 bytes per tensor, 32 per
+/// - HBM: Depth slots of at most `page` bytes (or a share of a pool), the resident part of the state, and tables (80 bytes per tensor, 32 per
 ///   slice, 8 per 4096 gradient elements). Host: the paged state and 1 KiB. `planning/estimate.hpp` predicts both to
 ///   the byte.
 /// - `step` allocates nothing, creates nothing and waits for nothing on the calling thread. The norm, clipping and the
@@ -92,6 +92,10 @@ enum class Moments : std::uint8_t { reset, keep };
 /// One thread at a time. Streams passed in must be alive when the optimizer is destroyed or have been synchronized.
 template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
 class PagedAdamW {
+  // With a constant policy the scheduler is compiled without paging.
+  using PagingPolicy = std::conditional_t<OffloadPolicyTraits<Policy>::state_always_resident, KeepResident, OffloadAll>;
+  using Scheduler = PrefetchScheduler<D, PagingPolicy, Depth, Observer>;
+
  public:
   using StreamRef = typename D::StreamRef;
 
@@ -99,11 +103,18 @@ class PagedAdamW {
              Observer observer = {})
       : hbm_{&hbm}, host_{&host}, policy_{std::move(policy)}, options_{options}, observer_{observer}, groups_(1),
         control_{hbm.device().create_stream("adamw control")}, settled_{hbm.device().create_event(EventTiming::none)} {}
+  /// Pages pass through the slots of `slots`, which others may share, instead of slots of its own: at most Depth of them,
+  /// one of which is its own. They must be large enough (`adamw_slot_bytes`), and the pool outlives the optimizer.
+  PagedAdamW(HbmArena<D>& hbm, PinnedHostArena<D>& host, SlotPool<D>& slots, Policy policy,
+             PagedAdamWOptions options = {}, Observer observer = {})
+    requires Scheduler::pages
+      : PagedAdamW{hbm, host, std::move(policy), options, observer} {
+    shared_slots_ = &slots;
+  }
   PagedAdamW(const PagedAdamW&) = delete;
   PagedAdamW& operator=(const PagedAdamW&) = delete;
   ~PagedAdamW() {
     // Memory goes back in the order of the control stream, which first waits for whoever used it.
-    scheduler_.reset();
     bool recorded = !unfinished();
     for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost(); ++attempt) {
       try {
@@ -348,10 +359,6 @@ class PagedAdamW {
   [[nodiscard]] std::uint32_t pages() const { return static_cast<std::uint32_t>(layout_.pages.size()); }
 
  private:
-  // With a constant policy the scheduler is compiled without paging.
-  using PagingPolicy = std::conditional_t<OffloadPolicyTraits<Policy>::state_always_resident, KeepResident, OffloadAll>;
-  using Scheduler = PrefetchScheduler<D, PagingPolicy, Depth, Observer>;
-
   enum class Operation : std::uint8_t { none, initialise, step };
   enum class Phase : std::uint8_t {
     start,
@@ -415,9 +422,16 @@ class PagedAdamW {
                                  Role::bookkeeping, control);
     auto reports = host_->allocate(adamw_report_bytes, "adamw reports", Role::bookkeeping, control);
     std::vector<std::unique_ptr<Home<D>>> homes;  // before the scheduler, which lets go of them when it ends
-    auto scheduler = std::make_unique<Scheduler>(
-        *hbm_, layout.slot_bytes, Role::optimizer_state,
-        SchedulerOptions{.depth = options_.depth, .fill_evicted = options_.fill_evicted, .name = "adamw"}, observer_);
+    const SchedulerOptions scheduling{.depth = options_.depth, .fill_evicted = options_.fill_evicted, .name = "adamw"};
+    std::unique_ptr<Scheduler> scheduler;
+    if constexpr (Scheduler::pages) {
+      if (shared_slots_ != nullptr && layout.slot_bytes != Bytes{}) {
+        scheduler = std::make_unique<Scheduler>(*shared_slots_, *hbm_, scheduling, observer_);
+      }
+    }
+    if (scheduler == nullptr) {
+      scheduler = std::make_unique<Scheduler>(*hbm_, layout.slot_bytes, Role::optimizer_state, scheduling, observer_);
+    }
     std::vector<device_span<std::byte>> resident;
     std::vector<PlanStep> reset, keep, sweep;
     std::uint32_t offloaded = 0;
@@ -769,6 +783,7 @@ class PagedAdamW {
 
   HbmArena<D>* hbm_;
   PinnedHostArena<D>* host_;
+  SlotPool<D>* shared_slots_ = nullptr;  // null: slots of its own
   Policy policy_;
   PagedAdamWOptions options_;
   [[no_unique_address]] Observer observer_;
