@@ -14,6 +14,7 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <source_location>
 #include <string>
 #include <string_view>
@@ -38,6 +39,7 @@
 #include "hbmoff/device/detail/stream_queue.hpp"
 #include "hbmoff/device/detail/streaming_copy.hpp"
 #include "hbmoff/device/device.hpp"
+#include "hbmoff/device/fault_injection.hpp"
 
 namespace hbmoff {
 
@@ -83,7 +85,7 @@ struct HostDeviceStats {
 ///
 /// - `DeviceError` (context_lost) from every call once queued work has thrown; the message names that work, its call
 ///   site and stream, and what it threw. `DeviceError::where()` is the call that reports it.
-/// - `DeviceError` (call_failed) when `fail_call` asked for it; the call had no effect.
+/// - `DeviceError` (call_failed) when `fail_call` or `inject` asked for it; the call had no effect.
 /// - `InvalidArgument` when the call breaks its contract; nothing was changed.
 ///
 /// Calls may come from any thread, but not from work that runs on a stream. Only `create_*` and `allocate_*` allocate
@@ -217,7 +219,7 @@ class HostDevice {
   /// thread or memory to give.
   [[nodiscard]] Stream create_stream(std::string_view name = "stream",
                                      std::source_location at = std::source_location::current()) {
-    enter("create_stream", at);
+    enter(CallKind::stream, "create_stream", at);
     const std::scoped_lock lock{registry_};
     try {
       std::string owned_name{name};
@@ -242,7 +244,7 @@ class HostDevice {
   /// An event, never recorded. Only a timed one can be given to `elapsed`.
   [[nodiscard]] Event create_event(EventTiming timing = EventTiming::none,
                                    std::source_location at = std::source_location::current()) {
-    enter("create_event", at);
+    enter(CallKind::event, "create_event", at);
     const std::scoped_lock lock{registry_};
     try {
       if (idle_events_ == nullptr) {
@@ -262,14 +264,14 @@ class HostDevice {
   /// system refuses. Host code must not touch them (with `debug_protection` it faults).
   [[nodiscard]] device_span<std::byte> allocate_device(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
-    enter("allocate_device", at);
+    enter_allocation(CallKind::allocation, "allocate_device", Tier::hbm, bytes, at);
     return {memory_.allocate(bytes, Tier::hbm), bytes.count()};
   }
 
   /// `bytes` bytes of host memory, as `allocate_device`; bounded by the machine only.
   [[nodiscard]] pinned_span<std::byte> allocate_pinned(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
-    enter("allocate_pinned", at);
+    enter_allocation(CallKind::pinning, "allocate_pinned", Tier::pinned_host, bytes, at);
     return {memory_.allocate(bytes, Tier::pinned_host), bytes.count()};
   }
 
@@ -297,7 +299,10 @@ class HostDevice {
   /// Sets every byte of `memory` to `value`, in stream order.
   void fill_async(device_span<std::byte> memory, std::byte value, StreamRef stream,
                   std::source_location at = std::source_location::current()) {
-    enter("fill_async", at);
+    if (const auto fault = enter(CallKind::copy, "fill_async", at)) {
+      push_failure(*stream.state_, "fill_async", Label{"fill_async", at}, *fault);
+      return;
+    }
     if (memory.empty()) return;
     auto fill = [to = memory.data(), count = memory.count(), value] {
       std::memset(to, std::to_integer<int>(value), count);
@@ -314,7 +319,10 @@ class HostDevice {
   void enqueue(StreamRef stream, F&& callable, EnqueueOptions options = {},
                std::source_location at = std::source_location::current()) {
     static_assert(sizeof(std::decay_t<F>) <= max_callable_bytes, "the callable captures too much: capture pointers");
-    enter("enqueue", at);
+    if (const auto fault = enter(CallKind::kernel, "enqueue", at)) {
+      push_failure(*stream.state_, "enqueue", Label{options.name, at}, *fault);
+      return;
+    }
     push<Work<std::decay_t<F>, Runs::on_device>>(*stream.state_, "enqueue", at, *stream.state_, Label{options.name, at},
                                                  std::forward<F>(callable), options.modelled_time);
   }
@@ -325,14 +333,17 @@ class HostDevice {
     requires std::invocable<std::decay_t<F>&>
   void host_func(StreamRef stream, F&& callable, std::source_location at = std::source_location::current()) {
     static_assert(sizeof(std::decay_t<F>) <= max_callable_bytes, "the callable captures too much: capture pointers");
-    enter("host_func", at);
+    if (const auto fault = enter(CallKind::host_function, "host_func", at)) {
+      push_failure(*stream.state_, "host_func", Label{"host_func", at}, *fault);
+      return;
+    }
     push<Work<std::decay_t<F>, Runs::on_host>>(*stream.state_, "host_func", at, *stream.state_, Label{"host_func", at},
                                                std::forward<F>(callable), std::chrono::nanoseconds{0});
   }
 
   /// The event stands for the work put on `stream` so far. Replaces an earlier record, pending or not.
   void record(EventRef event, StreamRef stream, std::source_location at = std::source_location::current()) {
-    enter("record", at);
+    enter(CallKind::ordering, "record", at);
     EventState& state = *event.state_;
     StreamState& on = *stream.state_;
     const std::scoped_lock lock{state.mutex};
@@ -349,7 +360,7 @@ class HostDevice {
 
   /// Later work on `stream` runs after the event's latest record as of this call. The calling thread does not wait.
   void wait(StreamRef stream, EventRef event, std::source_location at = std::source_location::current()) {
-    enter("wait", at);
+    enter(CallKind::ordering, "wait", at);
     const Position position = latest(*event.state_);
     // A stream is in order with itself.
     if (position.ticket == 0 || position.queue == &stream.state_->queue) return;
@@ -358,7 +369,7 @@ class HostDevice {
 
   /// True when the event's latest record is done, or there is none. Does not wait.
   [[nodiscard]] bool query(EventRef event, std::source_location at = std::source_location::current()) {
-    enter("query", at);
+    enter(CallKind::waiting, "query", at);
     const Position position = latest(*event.state_);
     const bool done = position.done();
     if (done) throw_if_lost("query", at);
@@ -367,7 +378,7 @@ class HostDevice {
 
   /// Blocks until the event's latest record is done.
   void synchronize(EventRef event, std::source_location at = std::source_location::current()) {
-    enter("synchronize", at);
+    enter(CallKind::waiting, "synchronize", at);
     const Position position = latest(*event.state_);
     if (position.queue != nullptr) position.queue->wait_done(position.ticket);
     throw_if_lost("synchronize", at);
@@ -375,7 +386,7 @@ class HostDevice {
 
   /// Blocks until the work put on `stream` so far is done.
   void synchronize(StreamRef stream, std::source_location at = std::source_location::current()) {
-    enter("synchronize", at);
+    enter(CallKind::waiting, "synchronize", at);
     stream.state_->queue.wait_done(stream.state_->queue.last());
     throw_if_lost("synchronize", at);
   }
@@ -384,7 +395,7 @@ class HostDevice {
   /// `InvalidArgument` when an event is untimed, was never recorded, or is not done.
   [[nodiscard]] std::chrono::nanoseconds elapsed(EventRef begin, EventRef end,
                                                  std::source_location at = std::source_location::current()) {
-    enter("elapsed", at);
+    enter(CallKind::waiting, "elapsed", at);
     const TimePoint from = time_of(*begin.state_), to = time_of(*end.state_);
     return to - from;
   }
@@ -395,13 +406,23 @@ class HostDevice {
   /// Whether queued work has failed. Permanent.
   [[nodiscard]] bool lost() const noexcept { return failure_.published.load(std::memory_order_acquire); }
 
-  /// Makes the `n`-th call from now (1: the next) throw DeviceError (call_failed) and have no effect; 0 makes none.
-  /// Every call that may throw counts, `memory_info` excepted. For tests of what a program does then.
-  void fail_call(std::uint64_t n) noexcept {
-    failing_call_.store(n == 0 ? 0 : calls_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  /// Makes a call, or the work that it queues, fail; for tests of what a program does then. A fault that an earlier
+  /// `inject` asked for and that has not happened is taken back. All calls that may throw count, `memory_info` excepted;
+  /// one that breaks its contract, or finds the context lost, may use the fault up. `InvalidArgument`, and nothing is
+  /// changed, when calls of `fault.kinds` cannot fail in this way (see `FaultOutcome`), or there are no kinds.
+  void inject(Fault fault) {
+    CallGate::validate(fault);
+    gate_.arm(std::move(fault));
   }
-  /// Calls so far, failed ones included.
-  [[nodiscard]] std::uint64_t calls_made() const noexcept { return calls_.load(std::memory_order_relaxed); }
+  /// Takes back what `inject` and `fail_call` asked for. Whether it was still to happen.
+  bool clear_fault() noexcept { return gate_.disarm(); }
+  /// Makes the `n`-th call from now (1: the next) throw DeviceError (call_failed) and have no effect; 0 makes none.
+  /// `inject({.nth = n})`.
+  void fail_call(std::uint64_t n) noexcept { gate_.arm({.nth = n}); }
+  /// Calls of these kinds so far, failed ones included.
+  [[nodiscard]] std::uint64_t calls_made(CallKinds kinds = CallKinds::any()) const noexcept {
+    return gate_.made(kinds);
+  }
 
   /// Counters so far; those of workers that are busy right now may lag.
   [[nodiscard]] HostDeviceStats stats() const {
@@ -530,6 +551,17 @@ class HostDevice {
     }
   };
 
+  /// Stands for work that is to fail.
+  struct Fail {
+    StreamState& stream;
+    Label label;
+    std::string reason;
+    TimePoint operator()(TimePoint start) const noexcept {
+      if (!stream.device->lost()) stream.device->lose(stream, label, reason.c_str());
+      return start;
+    }
+  };
+
   struct Await {
     HostDevice& device;
     Position position;
@@ -579,21 +611,24 @@ class HostDevice {
 #endif
   }
 
-  /// The gate of every public call that may throw.
-  void enter(const char* api, const std::source_location& at) {
-    const std::uint64_t call = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  /// What every public call that may throw begins with, allocations excepted. The fault that its work is to meet, for
+  /// calls that queue work.
+  std::optional<Fault> enter(CallKind kind, const char* api, const std::source_location& at) {
+    std::optional<Fault> fault = gate_.pass(kind);
     throw_if_lost(api, at);
-    if (call == failing_call_.load(std::memory_order_relaxed)) throw_injected(api, at);
+    if (fault && fault->outcome == FaultOutcome::call_failed) throw_call_failed(*fault, api, at);
+    return fault;
+  }
+  void enter_allocation(CallKind kind, const char* api, Tier tier, Bytes bytes, const std::source_location& at) {
+    const std::optional<Fault> fault = enter(kind, api, at);
+    if (!fault) return;
+    throw_out_of_memory(*fault, api, tier, bytes, tier == Tier::hbm ? options_.hbm_capacity : detail::machine_memory());
   }
   void throw_if_lost(const char* api, const std::source_location& at) const {
     if (lost()) throw_lost(api, at);
   }
   [[noreturn]] void throw_lost(const char* api, const std::source_location& at) const {
     throw DeviceError{DeviceError::Kind::context_lost, api, failure_.message, at};
-  }
-  [[noreturn]] void throw_injected(const char* api, const std::source_location& at) {
-    failing_call_.store(0, std::memory_order_relaxed);
-    throw DeviceError{DeviceError::Kind::call_failed, api, "failed on request", at};
   }
 
   /// On the worker whose operation threw.
@@ -613,11 +648,19 @@ class HostDevice {
     return stream.queue.push<Op>(waited, std::forward<Args>(args)...);
   }
 
+  void push_failure(StreamState& stream, const char* api, const Label& label, const Fault& fault) {
+    push<Fail>(stream, api, label.at, stream, label, reason_of(fault));
+  }
+
   void copy(const CopyRequest& request, StreamRef stream, const std::source_location& at) {
-    enter("copy_async", at);
+    const auto fault = enter(CallKind::copy, "copy_async", at);
     if (request.to_bytes != request.from_bytes) {
       throw InvalidArgument{"copy_async: " + std::to_string(request.from_bytes) + " bytes cannot be copied to " +
                             std::to_string(request.to_bytes)};
+    }
+    if (fault) {
+      push_failure(*stream.state_, "copy_async", Label{"copy_async", at}, *fault);
+      return;
     }
     if (request.to_bytes != 0) push<Copy>(*stream.state_, "copy_async", at, *this, request);
   }
@@ -676,8 +719,7 @@ class HostDevice {
   HostDeviceOptions options_;
   detail::LinkEngine to_device_;
   detail::LinkEngine to_host_;
-  std::atomic<std::uint64_t> calls_{0};
-  std::atomic<std::uint64_t> failing_call_{0};
+  CallGate gate_;
   std::atomic<std::uint64_t> ring_full_waits_{0};
   Failure failure_;
 
