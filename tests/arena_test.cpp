@@ -388,7 +388,7 @@ void random_program(std::uint64_t seed, int operations, bool failures, ArenaOpti
   {
     std::vector<Held> held;
     for (int i = 0; i < operations; ++i) {
-      if (failures && random() % 8 == 0) device.fail_call(1 + random() % 4);
+      if (failures && random() % 8 == 0) device.fail_call(1 + random() % 4, 2);
       const std::size_t s = random() % stream_count;
       try {
         if (random() % 9 < 5) {
@@ -450,7 +450,7 @@ TEST_CASE("each device call inside allocate fails in turn: it throws, nothing is
       ClockBuffer z = hbm.allocate(4_MiB, "z", Role::activation, a);
       x.free(a);
       y.free(b);
-      device.fail_call(1);
+      device.fail_call(1, 2);
       {
         const ClockBuffer dropped = std::move(z);
       }  // its free fails: it waits for a record that succeeds
@@ -516,7 +516,7 @@ TEST_CASE("a free that fails when its stream is not tracked any more: the block 
   {
     const ClockBuffer on_a = hbm.allocate(4_MiB, "on a", Role::weight, a);
     hbm.allocate(1_MiB, "on b", Role::weight, b).free(b);  // takes a's place
-    device.fail_call(1);
+    device.fail_call(1, 2);
   }
   CHECK(hbm.failed_frees() == 1);
   CHECK(hbm.usage().used == ClockArena::footprint(4_MiB));
@@ -531,7 +531,7 @@ TEST_CASE("a quarantined block serves its own stream at once") {
   ClockArena hbm{device, whole};
   {
     const ClockBuffer buffer = hbm.allocate(whole_size, "x", Role::weight, a);
-    device.fail_call(1);
+    device.fail_call(1, 2);
   }
   const ClockBuffer again = hbm.allocate(whole_size, "y", Role::weight, a);
   CHECK(again);

@@ -61,6 +61,19 @@ set_tests_properties(compile_fail.reports_compiles PROPERTIES PASS_REGULAR_EXPRE
 set_tests_properties(compile_fail.reports_wrong_reason PROPERTIES PASS_REGULAR_EXPRESSION "fails, but not with")
 set_tests_properties(compile_fail.reports_broken_twin PROPERTIES PASS_REGULAR_EXPRESSION "the twin does not compile")
 
+# Every call that orders work, left out: built against a copy of the headers in which each can be.
+set(mutated ${CMAKE_CURRENT_BINARY_DIR}/mutated)
+file(GLOB_RECURSE ordered_headers CONFIGURE_DEPENDS ${hbmoff_include}/*.hpp)
+add_custom_command(OUTPUT ${mutated}/ordering_sites.hpp
+  COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/mutation/ordering_sites.py ${hbmoff_include} ${mutated}
+  DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/mutation/ordering_sites.py ${ordered_headers} VERBATIM)
+add_executable(ordering_mutation mutation/ordering_mutation.cpp ${mutated}/ordering_sites.hpp)
+target_include_directories(ordering_mutation PRIVATE ${mutated} ${CMAKE_CURRENT_SOURCE_DIR})
+target_link_libraries(ordering_mutation PRIVATE doctest_main Threads::Threads)
+target_compile_features(ordering_mutation PRIVATE cxx_std_20)
+add_test(NAME ordering_mutation COMMAND ordering_mutation)
+set_tests_properties(ordering_mutation PROPERTIES TIMEOUT 900)
+
 # What a user does: hbmoff installed (the tree then moved, so that no path is left in it) and found, and as a subproject.
 set(consumers ${CMAKE_CURRENT_SOURCE_DIR}/consumers)
 set(consumer_build ${CMAKE_CURRENT_BINARY_DIR}/consumers)

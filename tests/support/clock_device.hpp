@@ -143,8 +143,11 @@ class ClockDevice {
   template <class Space>
   void note_divided(hbmoff::memory_span<const std::byte, Space>, bool) noexcept {}
 
-  /// The n-th call from now throws; 0 switches off.
-  void fail_call(std::uint64_t n) { fail_at_ = n == 0 ? 0 : calls + n; }
+  /// The n-th call from now throws, and the `count` - 1 after it; 0 switches off.
+  void fail_call(std::uint64_t n, std::uint64_t count = 1) {
+    fail_at_ = n == 0 ? 0 : calls + n;
+    fail_until_ = fail_at_ + count;
+  }
   /// Puts work on a stream, so that its present is later than what others know of it.
   Clock work(StreamRef stream) {
     ++clocks_[stream.index()][stream.index()];
@@ -170,14 +173,14 @@ class ClockDevice {
     std::uint64_t time;
   };
   void call(const char* api) {
-    if (++calls == fail_at_) {
+    if (++calls >= fail_at_ && calls < fail_until_) {
       throw hbmoff::DeviceError{hbmoff::DeviceError::Kind::call_failed, api, "injected",
                                 std::source_location::current()};
     }
   }
 
   std::uint64_t base_;
-  std::uint64_t fail_at_ = 0;
+  std::uint64_t fail_at_ = 0, fail_until_ = 0;
   std::size_t streams_ = 0;
   std::array<Clock, max_streams> clocks_{};
   std::vector<Clock> events_;

@@ -17,6 +17,7 @@
 #include "hbmoff/core/error.hpp"
 #include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/block_allocator.hpp"
 
@@ -106,8 +107,8 @@ class Arena {
     }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
-    /// Frees on the stream it was allocated on. When that device call fails the block stays with its stream, and no
-    /// other stream gets it before the order is known; `Arena::failed_frees` counts it.
+    /// Frees on the stream it was allocated on. When the device's calls for that fail, twice, the block stays with its
+    /// stream, and no other stream gets it before the order is known; `Arena::failed_frees` counts it.
     ~Buffer() { drop(); }
 
     /// Whether it owns a block; true for a buffer of 0 bytes too.
@@ -191,12 +192,7 @@ class Arena {
   /// Waits, unless the device is lost, until the last free of each stream has been reached, then gives the memory back.
   ~Arena() {
     for (StreamList& list : lists_) {
-      if (list.frees == 0 || device_.lost()) continue;
-      try {
-        device_.synchronize(list.event);
-      } catch (const Error&) {
-        // The work failed or was dropped: nothing is left to wait for, and a destructor has nobody to tell.
-      }
+      if (list.frees != 0) detail::try_twice(device_, [&] { device_.synchronize(list.event); });
     }
     device_.note_divided(constant(reservation_.memory()), false);
   }
@@ -477,13 +473,7 @@ class Arena {
   }
 
   void release_or_quarantine(std::uint32_t slot, StreamRef stream) noexcept {
-    if (!device_.lost()) {
-      try {
-        return release(slot, stream, std::source_location::current());
-      } catch (const std::exception&) {
-        // Counted below; the device reports a lost context at its next call by itself.
-      }
-    }
+    if (detail::try_twice(device_, [&] { release(slot, stream, std::source_location::current()); })) return;
     ++failed_frees_;
     slots_[slot].unnoted = true;
     const std::uint32_t list = find_list(stream);

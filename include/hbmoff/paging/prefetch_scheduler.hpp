@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "hbmoff/core/error.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/observe/stats.hpp"
@@ -452,8 +453,7 @@ class PrefetchScheduler {
     for (const Home<D>* known : homes_) {
       if (known == &home) return;
     }
-    home.order_taken_before(copy_in_->stream());
-    home.order_taken_before(copy_out_->stream());
+    home.order_taken_before(copy_out_->stream());  // what is read from it is ordered behind whoever wrote that
     homes_.reserve(homes_.size() + 1);
     home.attach({this, [](void* self, const Home<D>& of, std::uint64_t first, std::uint64_t count, bool to_write,
                           const void* except, std::source_location at) {
@@ -616,14 +616,10 @@ class PrefetchScheduler {
   }
 
   void write_back_at_the_end() noexcept {
-    for (int attempt = 0; attempt < 2 && !device().lost(); ++attempt) {  // a call may fail once without effect
-      try {
-        make_up(std::source_location::current());
-        return give_up_kept(std::source_location::current());
-      } catch (const Error&) {
-        // A destructor has no one to tell. What could not be written back stays as it was at home.
-      }
-    }
+    detail::try_twice(device(), [&] {  // what cannot be written back stays as it was at home
+      make_up(std::source_location::current());
+      give_up_kept(std::source_location::current());
+    });
   }
 
   LeaseType lease_resident(Page& page, StreamRef stream, std::source_location at) {

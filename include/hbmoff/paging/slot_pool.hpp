@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hbmoff/core/error.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/paging/home.hpp"
@@ -84,13 +85,7 @@ struct Slot {
 
   /// Before the memory is given back in the order of `stream`: whoever used it comes first. For destructors.
   void settle_for_free(D& device, typename D::StreamRef stream) noexcept {
-    for (int attempt = 0; attempt < 2 && !device.lost(); ++attempt) {  // a call may fail once without effect
-      try {
-        return order_before(device, stream, std::source_location::current());
-      } catch (const Error&) {
-        // Nobody to tell; the loop tries once more.
-      }
-    }
+    detail::try_twice(device, [&] { order_before(device, stream, std::source_location::current()); });
   }
 };
 

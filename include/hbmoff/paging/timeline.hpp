@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "hbmoff/core/error.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 
 namespace hbmoff {
@@ -56,18 +56,7 @@ class Timeline {
 
   /// Blocks the calling thread until everything on the stream is done. For destructors: silent when the device is lost.
   void drain() noexcept {
-    if (device_->lost()) return;
-    try {
-      device_->synchronize(stream());
-    } catch (const Error&) {
-      // A call may fail without effect; a destructor has no one to tell, and must not free memory under a copy.
-      if (device_->lost()) return;
-      try {
-        device_->synchronize(stream());
-      } catch (const Error&) {
-        // Twice in a row: nothing is left to try.
-      }
-    }
+    detail::try_twice(*device_, [&] { device_->synchronize(stream()); });
   }
 
   static constexpr std::uint32_t ring_size = 16;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hbmoff/core/error.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/memory/pinned_host_arena.hpp"
@@ -131,8 +132,8 @@ class ActivationStore {
     Lease<Scheduler> paged_;
   };
 
-  /// `layers` layers that all save `layout`. Takes all memory; blocks until it is usable. Throws OutOfMemory and
-  /// InvalidArgument.
+  /// `layers` layers that all save `layout`. Takes all memory; with a policy that is known to
+  /// keep everything it blocks until the memory is usable. Throws OutOfMemory and InvalidArgument.
   ActivationStore(HbmArena<D>& hbm, PinnedHostArena<D>& host, Policy policy, std::uint32_t layers,
                   const BundleLayout& layout, ActivationStoreOptions options = {}, Observer observer = {})
       : ActivationStore{hbm, host, policy, std::vector<BundleLayout>(layers, layout), options, observer} {}
@@ -154,15 +155,12 @@ class ActivationStore {
   ~ActivationStore() {
     if constexpr (!Scheduler::pages) {
       // Without paging there are no events that say when the memory is free.
-      if (!last_stream_ || device_->lost()) return;
-      try {
+      if (!last_stream_) return;
+      detail::try_twice(*device_, [&] {
         const typename D::Event done = device_->create_event(EventTiming::none);
         device_->record(done, *last_stream_);
         device_->wait(control_, done);
-      } catch (const Error&) {
-        // Nothing better is left to do than to give the memory back unordered; the streams were to be synchronized by
-        // now.
-      }
+      });
     }
   }
 
@@ -264,7 +262,8 @@ class ActivationStore {
       plan_ = scheduler_->add_plan(std::move(plan));
       if (first_paged_) scheduler_->reserve();
     }
-    device_->synchronize(StreamRef{control_});
+    // Paged memory has events that say from where on it is usable.
+    if constexpr (!Scheduler::pages) device_->synchronize(StreamRef{control_});
   }
 
   struct Layer {

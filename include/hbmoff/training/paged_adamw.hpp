@@ -19,6 +19,7 @@
 
 #include "hbmoff/core/error.hpp"
 #include "hbmoff/core/tensor_info.hpp"
+#include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/memory/pinned_host_arena.hpp"
@@ -115,17 +116,13 @@ class PagedAdamW {
   PagedAdamW& operator=(const PagedAdamW&) = delete;
   ~PagedAdamW() {
     // Memory goes back in the order of the control stream, which first waits for whoever used it.
-    bool recorded = !unfinished();
-    for (int attempt = 0; attempt < 2 && ever_used_ && !device().lost(); ++attempt) {
-      try {
-        if (!recorded) device().record(settled_, *last_stream_);
-        recorded = true;
-        device().wait(control_, settled_);
-        break;
-      } catch (const Error&) {
-        // Nobody to tell in a destructor. A call may fail once without effect: the loop tries once more.
-      }
-    }
+    if (!ever_used_) return;
+    detail::try_twice(device(), [&] { device().wait(control_, settled_); });
+    if (!unfinished()) return;
+    detail::try_twice(device(), [&] {
+      device().record(settled_, *last_stream_);
+      device().wait(control_, settled_);
+    });
   }
 
   // -------------------------------------------------------------------------------------------- tensors and groups
@@ -323,6 +320,8 @@ class PagedAdamW {
           } else {
             through_staging(
                 offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
+                  // The host is on no stream: what is still done to that memory, in stream order, comes first.
+                  device().synchronize(StreamRef{control_});
                   device().note_host_access("PagedAdamW::write", {}, {staging});
                   std::memcpy(staging.data(), reinterpret_cast<const std::byte*>(part.data()) + (at - offset), bytes);
                   device().copy_async(resident_[p].subspan(at, bytes), pinned_span<const std::byte>{staging}, control_);
@@ -768,13 +767,11 @@ class PagedAdamW {
     }
   }
 
-  // Device memory is reached through a piece of pinned memory that is taken for the time of the call. What the control
-  // stream still does to that piece (as a block freed before) comes first: the host writes it without being on a stream.
+  // Device memory is reached through a piece of pinned memory that is taken for the time of the call.
   template <class F>
   void through_staging(std::uint64_t offset, std::uint64_t bytes, F&& f) {
     const std::uint64_t piece = std::min<std::uint64_t>(bytes, std::uint64_t{1} << 16);
     auto staging = host_->allocate(Bytes{piece}, "adamw staging", Role::workspace, control_);
-    device().synchronize(StreamRef{control_});
     for (std::uint64_t done = 0; done < bytes; done += piece) {
       const std::uint64_t n = (std::min)(piece, bytes - done);
       f(staging.bytes().subspan(0, n), offset + done, n);
