@@ -37,8 +37,8 @@ void check_store(Policy policy, std::uint32_t layers, Modes modes, std::uint32_t
   INFO("depth ", depth, ", layers ", layers);
   const BundleLayout layout = layer_layout();
   Bench bench;
-  ActivationStore<LoggingDevice, Policy, Depth> store{
-      bench.hbm, bench.host, policy, layers, layout, {.depth = run_time_depth, .fill_evicted = true}};
+  ActivationStore<LoggingDevice, Policy, Depth> store{bench.hbm, bench.host, policy,
+                                                      layers,    layout,     {.depth = depth, .fill_evicted = true}};
   CHECK(store.layers() == layers);
 
   std::vector<std::uint32_t> paged;
@@ -256,10 +256,11 @@ TEST_CASE("every layer's rows may differ, and differ again in the next pass") {
   CHECK(wrong == 0);
 }
 
-TEST_CASE("what cannot be meant is refused and leaves the store usable") {
+// The same with every policy: what was written against a resident store goes on with a paged one.
+TEST_CASE_TEMPLATE("what cannot be meant is refused and leaves the store usable", Policy, OffloadAll, KeepResident) {
   const BundleLayout layout = layer_layout();
   Bench bench;
-  ActivationStore store{bench.hbm, bench.host, OffloadAll{}, 5, layout, {.fill_evicted = true}};
+  ActivationStore store{bench.hbm, bench.host, Policy{}, 5, layout, {.fill_evicted = true}};
   const auto save = [&](std::uint32_t l) { store.save(l, bench.stream).commit(); };
   const auto refuses_save = [&](std::uint32_t l, std::uint64_t rows = 6) {
     CHECK_THROWS_AS(static_cast<void>(store.save(l, bench.stream, rows)), InvalidArgument);
@@ -282,8 +283,8 @@ TEST_CASE("what cannot be meant is refused and leaves the store usable") {
   save(3);
   {
     auto last = store.save(4, bench.stream);
-    CHECK_THROWS_AS(static_cast<void>(last.tensor<bf16>(input)), InvalidArgument);  // another type
-    CHECK_THROWS_AS(static_cast<void>(last.tensor<float>(tensor_count)), InvalidArgument);  // no such tensor
+    CHECK_THROWS_AS(static_cast<void>(last.template tensor<bf16>(input)), InvalidArgument);  // another type
+    CHECK_THROWS_AS(static_cast<void>(last.template tensor<float>(tensor_count)), InvalidArgument);  // no such tensor
     last.commit();
   }
   refuses_restore(3);  // out of order
@@ -299,6 +300,16 @@ TEST_CASE("what cannot be meant is refused and leaves the store usable") {
   run_forward(bench.device, bench.stream, store, layout, 9, 6);
   run_backward(bench.device, bench.stream, store, layout, 9, 6, [](auto, auto) { return false; });
   refuses_restore(0);
+
+  // Either mark makes a checkpoint.
+  const BundlePlacement marked{BundleLayout{{{.info = {.name = "a", .checkpoint = true, .count = 4}},
+                                             {.info = {.name = "b", .count = 4}, .checkpoint = true},
+                                             {.info = {.name = "c", .count = 4}}},
+                                            2},
+                               RecomputeFirstLayers{4}, 0, 8};
+  CHECK(marked.mode(0) != SaveMode::recompute);
+  CHECK(marked.mode(1) != SaveMode::recompute);
+  CHECK(marked.mode(2) == SaveMode::recompute);
 
   CHECK_THROWS_AS((BundlePlacement{BundleLayout{{}, 0}, OffloadAll{}, 0, 1}), InvalidArgument);
   CHECK_THROWS_AS((BundlePlacement{BundleLayout{{{.info = {.name = "odd", .count = 7}}}, 2}, OffloadAll{}, 0, 1}),

@@ -665,7 +665,12 @@ TEST_CASE("a lease that was moved from or has ended is empty, and says so") {
 TEST_CASE("pages and plans that make no sense are refused") {
   const Watchdog watchdog{"refused pages"};
   PagingBench bench;
-  CHECK(thrown_by<InvalidArgument>([&] { Scheduler{bench.hbm, page_bytes, Role::other, options(0)}; }));
+  // A depth that is not the template's.
+  using Deep = PrefetchScheduler<Device_, OffloadAll, 4>;
+  CHECK(thrown_by<InvalidArgument>([&] { Deep{bench.hbm, page_bytes, Role::other, options(3)}; }));
+  CHECK(Deep{bench.hbm, page_bytes, Role::other, options(4)}.depth() == 4);
+  CHECK(Deep{bench.hbm, page_bytes, Role::other, options(0)}.depth() == 4);
+  CHECK(Scheduler{bench.hbm, page_bytes, Role::other, options(0)}.depth() == default_depth);
   TestHome home{bench.host, 1_KiB, "home", Role::other, bench.compute};
   Scheduler scheduler{bench.hbm, 512_B, Role::other, options(2)};
   const auto refused = [&](PageSpec<Device_> spec) {

@@ -75,7 +75,7 @@ TEST_CASE("the guarantees of a pool must fit it, a depth must hold its guarantee
   CHECK(pool.slot_bytes() == page_bytes);
   CHECK(pool.stream() == Stream{bench.compute});
   CHECK(thrown_by<InvalidArgument>([&] { Scheduler{pool, bench.hbm, share(2, 3, "greedy")}; }));
-  CHECK(thrown_by<InvalidArgument>([&] { Scheduler{pool, bench.hbm, share(0, 0, "none")}; }));
+  CHECK(thrown_by<InvalidArgument>([&] { Scheduler{pool, bench.hbm, share(0, default_depth + 1, "greedy")}; }));
   Scheduler first{pool, bench.hbm, share(3, 2, "first")};
   Scheduler second{pool, bench.hbm, share(2, 0, "second")};  // 0 means one
   CHECK(thrown_by<InvalidArgument>([&] { Scheduler{pool, bench.hbm, share(2, 2, "too much")}; }));

@@ -28,12 +28,15 @@
 
 namespace hbmoff {
 
-/// Template argument for a depth that is chosen at run time, by `SchedulerOptions::depth`.
+/// Template argument for a depth that is chosen at run time, by the options' `depth`.
 inline constexpr std::uint32_t dynamic_depth = 0;
+/// See `PrefetchScheduler` for why.
+inline constexpr std::uint32_t default_depth = 3;
 
 struct SchedulerOptions {
-  /// Slots the scheduler uses at most, at least 1; looked at only where the template's Depth is `dynamic_depth`.
-  std::uint32_t depth = 3;
+  /// Slots the scheduler uses at most. 0 stands for the template's Depth or, where that is `dynamic_depth`, for
+  /// `default_depth`. Beside another fixed Depth it must be the same.
+  std::uint32_t depth = 0;
   /// Of a shared pool: how many slots are this scheduler's own, at most `depth`. 0 means one.
   std::uint32_t guaranteed_slots = 0;
   /// Both directions on one stream. For hardware with one copy engine; it cannot overlap the two directions.
@@ -67,7 +70,7 @@ struct SchedulerOptions {
 ///
 /// `Policy` decides at compile time whether there is paging at all: with KeepResident only resident pages exist, a
 /// lease is a pointer, and no stream, event or slot is made.
-template <Device D, class Policy = OffloadAll, std::uint32_t Depth = 3, class Observer = NullObserver>
+template <Device D, class Policy = OffloadAll, std::uint32_t Depth = default_depth, class Observer = NullObserver>
 class PrefetchScheduler {
  public:
   using device_type = D;
@@ -120,7 +123,7 @@ class PrefetchScheduler {
 
   [[nodiscard]] std::uint32_t depth() const {
     if constexpr (Depth == dynamic_depth) {
-      return options_.depth;
+      return options_.depth == 0 ? default_depth : options_.depth;
     } else {
       return Depth;
     }
@@ -426,7 +429,10 @@ class PrefetchScheduler {
   Page& page_at(PageId page) { return const_cast<Page&>(std::as_const(*this).page_at(page)); }
 
   void check_options() {
-    if (depth() == 0) throw InvalidArgument{"a depth of 0 slots cannot hold a page"};
+    if (options_.depth != 0 && options_.depth != depth()) {
+      throw InvalidArgument{"the options ask for a depth of " + std::to_string(options_.depth) +
+                            ", the template argument is " + std::to_string(depth())};
+    }
     if (options_.guaranteed_slots > depth()) throw InvalidArgument{"guaranteed_slots exceeds the depth"};
   }
 

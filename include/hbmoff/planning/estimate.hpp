@@ -62,6 +62,10 @@ enum class Slots : std::uint8_t { own, shared };
   return estimate;
 }
 
+/// Slots that options with this `depth` stand for. A template argument other than `default_depth` has to be given there
+/// as well.
+[[nodiscard]] constexpr std::uint32_t slots_of(std::uint32_t depth) { return depth == 0 ? default_depth : depth; }
+
 /// Bytes of a slot that a `PagedAdamW` needs; 0 when it pages nothing.
 template <OffloadPolicy Policy>
 [[nodiscard]] Bytes adamw_slot_bytes(std::span<const TensorInfo> weights, const Policy& policy,
@@ -94,7 +98,7 @@ template <OffloadPolicy Policy>
   estimate.add(Tier::pinned_host, Role::bookkeeping, adamw_report_bytes);
   for (const AdamWPage& page : layout.pages) estimate.add(page.home, Role::optimizer_state, page.bytes());
   if (slots == Slots::own && layout.slot_bytes != Bytes{}) {
-    estimate += estimate_slot_pool(layout.slot_bytes, options.depth, Role::optimizer_state);
+    estimate += estimate_slot_pool(layout.slot_bytes, slots_of(options.depth), Role::optimizer_state);
   }
   return estimate;
 }
@@ -113,7 +117,8 @@ template <OffloadPolicy Policy>
     estimate.add(Tier::pinned_host, Role::activation, placement.offloaded(rows));
   }
   const Bytes slot = activation_slot_bytes(policy, layouts);
-  if (slots == Slots::own && slot != Bytes{}) estimate += estimate_slot_pool(slot, options.depth, Role::activation);
+  if (slots == Slots::own && slot != Bytes{})
+    estimate += estimate_slot_pool(slot, slots_of(options.depth), Role::activation);
   return estimate;
 }
 

@@ -23,7 +23,7 @@
 namespace hbmoff {
 
 struct ActivationStoreOptions {
-  std::uint32_t depth = 3;    ///< slots; looked at only where the template's Depth is `dynamic_depth`
+  std::uint32_t depth = 0;    ///< slots; see SchedulerOptions
   bool fill_evicted = false;  ///< see SchedulerOptions
 };
 
@@ -36,14 +36,14 @@ struct ActivationStoreOptions {
 ///
 /// - HBM: Depth slots of the largest bundle (or a share of a pool) plus kept tensors. Host: the offloaded part of each layer.
 ///   `planning/estimate.hpp` predicts both to the byte. All memory is taken by the constructor.
-/// - Layers are saved in ascending order, from the first on, and restored in descending order; a forward without a
-///   backward is followed by the next forward at once. One thread at a time.
-/// - Streams used with a store outlive it.
+/// - Layers are saved in ascending order, from the first on, and restored in descending order, from the last on, with every
+///   policy; a forward without a backward is followed by the next forward at once. One thread at a time.
+/// - Arenas, slots and streams outlive the store, and the store outlives its bundles.
 /// - A save that is not committed is discarded and makes no traffic: so evaluate with the same code.
 /// - With a policy that is known to keep everything there are no events: order between streams is the caller's, and at
 ///   the end memory waits for the stream of the last `save` or `restore` only.
 /// - A call that throws can be made again.
-template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
+template <Device D, OffloadPolicy Policy, std::uint32_t Depth = default_depth, class Observer = NullObserver>
 class ActivationStore {
   using PagingPolicy =
       std::conditional_t<OffloadPolicyTraits<Policy>::activations_always_kept, KeepResident, OffloadAll>;
@@ -80,7 +80,8 @@ class ActivationStore {
       const std::uint64_t count = placement_->count(i, rows_);
       return count == 0 ? device_span<T>{} : lease.template as<T>(placement_->offset(i, rows_), count);
     }
-    /// The same, its element type taken from what it is assigned or passed to: `device_span<float> x = saved[0];`
+    /// The same, its element type taken from what it is assigned or passed to: `device_span<float> x = saved[0];` (in an
+    /// `auto` it is no span, and must not outlive the bundle).
     class Tensor {
      public:
       template <class T>
@@ -176,19 +177,21 @@ class ActivationStore {
       throw InvalidArgument{"layer " + std::to_string(layer) + ": " + std::to_string(rows) +
                             " rows do not fit a layout of " + std::to_string(l.placement.rows())};
     }
+    if (layer != 0 && layer != next_save_) throw_out_of_order(layer, "saved");
     SavedBundle bundle{l.placement, l.saved_rows, rows, true};
     // First what can be taken again: the other lease moves the plan on, so no call may fail behind it.
     if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     if constexpr (Scheduler::pages) {
       if (l.paged) {
         if (layer == *first_paged_) scheduler_->begin(*plan_, at);
-        require_next(layer, *l.paged, Access::write);
         scheduler_->limit(*l.paged, l.placement.offloaded(rows));
         bundle.paged_ = scheduler_->lease(*l.paged, stream, at);
       }
     }
     // A forward that starts again leaves nothing of the one before to restore.
     for (std::size_t k = layer; k < layers_.size(); ++k) layers_[k].saved_rows = 0;
+    next_save_ = layer + 1;
+    next_restore_ = next_save_ == layers_.size() ? next_save_ : 0;
     last_stream_ = stream;
     return bundle;
   }
@@ -200,15 +203,16 @@ class ActivationStore {
     Layer& l = layer_at(layer);
     if (l.saved_rows == 0)
       throw InvalidArgument{"layer " + std::to_string(layer) + " has no saved activations to restore"};
+    if (layer + 1 != next_restore_) throw_out_of_order(layer, "restored");
     SavedBundle bundle{l.placement, l.saved_rows, l.saved_rows, false};
     if (l.kept) bundle.kept_ = scheduler_->lease(*l.kept, stream, at);
     if constexpr (Scheduler::pages) {
       if (l.paged) {
-        require_next(layer, *l.paged, Access::read);
         bundle.paged_ = scheduler_->lease(*l.paged, stream, at);
       }
     }
     l.saved_rows = 0;
+    next_restore_ = layer;
     last_stream_ = stream;
     return bundle;
   }
@@ -278,12 +282,9 @@ class ActivationStore {
     return layers_[layer];
   }
 
-  void require_next(std::uint32_t layer, PageId page, Access access) const {
-    if constexpr (Scheduler::pages) {
-      if (scheduler_->expects(page, access)) return;
-      throw InvalidArgument{"layer " + std::to_string(layer) + (access == Access::write ? " saved" : " restored") +
-                            " out of order: save all layers upwards, then restore them downwards"};
-    }
+  [[noreturn]] static void throw_out_of_order(std::uint32_t layer, const char* what) {
+    throw InvalidArgument{"layer " + std::to_string(layer) + " " + what +
+                          " out of order: save all layers upwards, then restore them downwards"};
   }
 
   D* device_;
@@ -294,6 +295,8 @@ class ActivationStore {
   std::optional<PlanId> plan_;
   std::optional<std::uint32_t> first_paged_;
   std::optional<StreamRef> last_stream_;
+  std::uint32_t next_save_ = 0;
+  std::uint32_t next_restore_ = 0;  ///< one more than the layer; 0: none
 };
 
 }  // namespace hbmoff

@@ -16,7 +16,7 @@ namespace hbmoff {
 /// A tensor that every layer saves. `info.count` is for all rows of the layout.
 struct BundleTensor {
   TensorInfo info;
-  bool checkpoint = false;   ///< the layer can be recomputed from it, so it is never recomputed itself
+  bool checkpoint = false;  ///< the layer can be recomputed from it, so it is never recomputed (or `info.checkpoint`)
   std::uint64_t buffer = 0;  ///< tensors with the same non-zero value are views of one buffer and are stored once
 };
 
@@ -106,9 +106,10 @@ class BundlePlacement {
   // A buffer with a view that is a checkpoint is one.
   static bool is_checkpoint(const BundleLayout& layout, std::size_t i) {
     const BundleTensor& tensor = layout.tensors[i];
-    if (tensor.buffer == 0) return tensor.checkpoint;
+    const auto marked = [](const BundleTensor& t) { return t.checkpoint || t.info.checkpoint; };
+    if (tensor.buffer == 0) return marked(tensor);
     return std::any_of(layout.tensors.begin(), layout.tensors.end(),
-                       [&](const BundleTensor& other) { return other.buffer == tensor.buffer && other.checkpoint; });
+                       [&](const BundleTensor& other) { return other.buffer == tensor.buffer && marked(other); });
   }
 
   // End of the last tensor of a mode, counted from the first one's start.

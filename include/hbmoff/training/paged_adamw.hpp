@@ -45,7 +45,7 @@ enum class TensorId : std::uint32_t {};
 
 struct PagedAdamWOptions {
   Bytes page = 8_MiB;        ///< most bytes of state in a page, which is the size of a slot; at least 768
-  std::uint32_t depth = 3;   ///< slots; looked at only where the template's Depth is `dynamic_depth`
+  std::uint32_t depth = 0;   ///< slots; see SchedulerOptions
   bool fill_evicted = false; ///< see SchedulerOptions
 };
 
@@ -90,8 +90,8 @@ enum class Moments : std::uint8_t { reset, keep };
 ///   undisturbed one; until then every other call but `group` throws InvalidArgument. After the loss of the context
 ///   (`failed()`) nothing goes on: HBM is gone.
 ///
-/// One thread at a time. Streams passed in must be alive when the optimizer is destroyed or have been synchronized.
-template <Device D, OffloadPolicy Policy, std::uint32_t Depth = 3, class Observer = NullObserver>
+/// One thread at a time. Arenas, slots and streams outlive it (a stream that was synchronized need not).
+template <Device D, OffloadPolicy Policy, std::uint32_t Depth = default_depth, class Observer = NullObserver>
 class PagedAdamW {
   // With a constant policy the scheduler is compiled without paging.
   using PagingPolicy = std::conditional_t<OffloadPolicyTraits<Policy>::state_always_resident, KeepResident, OffloadAll>;
@@ -158,6 +158,7 @@ class PagedAdamW {
     if (!gradient.empty() && gradient.count() != info.count) {
       throw InvalidArgument{"tensor " + info.name + ": weight and gradient differ in count"};
     }
+    if (info.name.empty()) throw InvalidArgument{"a tensor needs a name"};
     if (by_name_.contains(info.name)) throw InvalidArgument{"tensor " + info.name + " is added twice"};
 
     for (std::uint32_t t = 0; t < tensors_.size() && info.count != 0; ++t) {
@@ -514,11 +515,17 @@ class PagedAdamW {
           group.epsilon > 0.0f) {
         continue;
       }
-      throw InvalidArgument{"group " + std::to_string(g) +
-                            ": betas lie in [0, 1), epsilon is above 0, learning rate and decay are not negative"};
+      throw InvalidArgument{"group " + std::to_string(g) + ": learning rate " + std::to_string(group.learning_rate) +
+                            ", weight decay " + std::to_string(group.weight_decay) + ", betas " +
+                            std::to_string(group.beta1) + " and " + std::to_string(group.beta2) + ", epsilon " +
+                            std::to_string(group.epsilon) +
+                            ": betas must lie in [0, 1), epsilon above 0, learning rate and decay not below 0"};
     }
-    if (!not_negative(options.max_norm) || !not_negative(std::fabs(options.gradient_scale))) {
-      throw InvalidArgument{"max_norm is not negative, gradient_scale is finite"};
+    if (!not_negative(options.max_norm)) {
+      throw InvalidArgument{"max_norm is " + std::to_string(options.max_norm) + ": it must be finite and not negative"};
+    }
+    if (!not_negative(std::fabs(options.gradient_scale))) {
+      throw InvalidArgument{"gradient_scale is " + std::to_string(options.gradient_scale) + ": it must be finite"};
     }
   }
 
@@ -751,10 +758,12 @@ class PagedAdamW {
   template <class F>
   void for_each_slice(std::string_view name, OptimizerState state, std::uint64_t count, F&& f) {
     const std::uint32_t t = index(id(name));
-    if (count != infos_[t].count)
-      throw InvalidArgument{"tensor " + infos_[t].name + " has " + std::to_string(infos_[t].count) + " elements"};
+    if (count != infos_[t].count) {
+      throw InvalidArgument{"tensor " + std::string{name} + " has " + std::to_string(infos_[t].count) +
+                            " elements, not " + std::to_string(count)};
+    }
     if (state == OptimizerState::master_weight && infos_[t].dtype == DType::fp32) {
-      throw InvalidArgument{"tensor " + infos_[t].name + " has fp32 weights and so no master weights"};
+      throw InvalidArgument{"tensor " + std::string{name} + " has fp32 weights and so no master weights"};
     }
     settle_for_host();
     for (std::uint32_t p = 0; p < layout_.pages.size(); ++p) {
