@@ -33,6 +33,7 @@
 #include "hbmoff/core/error.hpp"
 #include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
+#include "hbmoff/device/declared_access.hpp"
 #include "hbmoff/device/detail/float_environment.hpp"
 #include "hbmoff/device/detail/host_memory.hpp"
 #include "hbmoff/device/detail/link_engine.hpp"
@@ -51,7 +52,8 @@ struct HostDeviceOptions {
   LinkModel device_to_host = {};       ///< HBM to pinned host memory
   /// One operation runs at a time, and HBM is inaccessible (an access faults) whenever no stream work runs: not to
   /// the calling threads between calls, and not to host functions. Slow: every operation changes the protection of
-  /// all of HBM.
+  /// all of HBM. Work that declares what it touches (`EnqueueOptions::declared`) is held to it. While the device lives,
+  /// the process's SIGSEGV handler is one of hbmoff's, which passes on what it does not know.
   bool debug_protection = false;
   /// All memory is addresses only: copies, fills and `enqueue`d callables do not run (their modelled time passes), host
   /// functions do. For sizes beyond the machine's.
@@ -62,6 +64,8 @@ struct HostDeviceOptions {
 struct EnqueueOptions {
   std::string_view name = "kernel";  ///< for errors; the first 47 characters are copied
   std::chrono::nanoseconds modelled_time{0};  ///< the stream is busy for at least as long, the callable's run included
+  /// With `debug_protection`: what the callable touches, and what came of it. Must outlive the callable's run.
+  DeclaredAccess* declared = nullptr;
 };
 
 /// Counters of a `HostDevice` since its construction.
@@ -85,7 +89,7 @@ struct HostDeviceStats {
 ///
 /// - `DeviceError` (context_lost) from every call once queued work has thrown; the message names that work, its call
 ///   site and stream, and what it threw. `DeviceError::where()` is the call that reports it.
-/// - `DeviceError` (call_failed) when `fail_call` or `inject` asked for it; the call had no effect.
+/// - `DeviceError` (call_failed) or `OutOfMemory` when `fail_call` or `inject` asked for it; the call had no effect.
 /// - `InvalidArgument` when the call breaks its contract; nothing was changed.
 ///
 /// Calls may come from any thread, but not from work that runs on a stream. Only `create_*` and `allocate_*` allocate
@@ -308,7 +312,7 @@ class HostDevice {
       std::memset(to, std::to_integer<int>(value), count);
     };
     push<Work<decltype(fill), Runs::on_device>>(*stream.state_, "fill_async", at, *stream.state_,
-                                                Label{"fill_async", at}, fill, std::chrono::nanoseconds{0});
+                                                Label{"fill_async", at}, fill, std::chrono::nanoseconds{0}, nullptr);
   }
 
   /// Runs `callable` (nullary, at most `max_callable_bytes`; what it returns is ignored) on `stream` as `<<<>>>` runs
@@ -324,7 +328,7 @@ class HostDevice {
       return;
     }
     push<Work<std::decay_t<F>, Runs::on_device>>(*stream.state_, "enqueue", at, *stream.state_, Label{options.name, at},
-                                                 std::forward<F>(callable), options.modelled_time);
+                                                 std::forward<F>(callable), options.modelled_time, options.declared);
   }
 
   /// Runs `callable` on the host in stream order, also where `no_touch`. It must not call the device, nor touch HBM.
@@ -338,7 +342,7 @@ class HostDevice {
       return;
     }
     push<Work<std::decay_t<F>, Runs::on_host>>(*stream.state_, "host_func", at, *stream.state_, Label{"host_func", at},
-                                               std::forward<F>(callable), std::chrono::nanoseconds{0});
+                                               std::forward<F>(callable), std::chrono::nanoseconds{0}, nullptr);
   }
 
   /// The event stands for the work put on `stream` so far. Replaces an earlier record, pending or not.
@@ -406,10 +410,10 @@ class HostDevice {
   /// Whether queued work has failed. Permanent.
   [[nodiscard]] bool lost() const noexcept { return failure_.published.load(std::memory_order_acquire); }
 
-  /// Makes a call, or the work that it queues, fail; for tests of what a program does then. A fault that an earlier
-  /// `inject` asked for and that has not happened is taken back. All calls that may throw count, `memory_info` excepted;
-  /// one that breaks its contract, or finds the context lost, may use the fault up. `InvalidArgument`, and nothing is
-  /// changed, when calls of `fault.kinds` cannot fail in this way (see `FaultOutcome`), or there are no kinds.
+  /// Makes a call, or the work that it queues, fail; for tests of what a program does then. A fault that was asked for
+  /// before and has not happened is taken back. All calls that may throw count, `memory_info` excepted; one that breaks
+  /// its contract, or finds the context lost, may use the fault up. `InvalidArgument`, and nothing is changed, when
+  /// calls of `fault.kinds` cannot fail in this way (see `FaultOutcome`), or there are no kinds.
   void inject(Fault fault) {
     CallGate::validate(fault);
     gate_.arm(std::move(fault));
@@ -504,23 +508,24 @@ class HostDevice {
     Label label;
     F callable;
     std::chrono::nanoseconds modelled_time;
+    DeclaredAccess* declared;
 
     TimePoint operator()(TimePoint start) noexcept {
       HostDevice& device = *stream.device;
       if (device.lost()) return start;
       std::chrono::nanoseconds taken{0};
       if (where == Runs::on_host || !device.no_touch()) {
-        const detail::HostMemory::OpenHbm access{device.memory_, where == Runs::on_device};
-        const detail::FloatEnvironment environment;
-        const TimePoint begin = Clock::now();
         try {
+          const detail::HostMemory::OpenHbm access{device.memory_, where == Runs::on_device, declared};
+          const detail::FloatEnvironment environment;
+          const TimePoint begin = Clock::now();
           static_cast<void>(callable());
+          taken = Clock::now() - begin;
         } catch (const std::exception& error) {
           device.lose(stream, label, error.what());
         } catch (...) {
           device.lose(stream, label, "an exception that is no std::exception");
         }
-        taken = Clock::now() - begin;
       }
       return device.finish(start, start + modelled_time, taken);
     }

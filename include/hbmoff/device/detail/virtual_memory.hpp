@@ -38,6 +38,18 @@ enum class MemoryUse : std::uint8_t {
   reserve,     ///< addresses only: no access, no memory, no accounting
 };
 
+/// What threads may do with memory; another access faults.
+enum class MemoryAccess : std::uint8_t { none, read, read_write };
+
+/// Sets it for all threads, on the memory pages that hold `bytes` bytes from the page-aligned `address` on. False when
+/// the system refuses. Async-signal-safe.
+[[nodiscard]] inline bool protect_memory(std::byte* address, Bytes bytes, MemoryAccess access) noexcept {
+  const int protection = access == MemoryAccess::none   ? PROT_NONE
+                         : access == MemoryAccess::read ? PROT_READ
+                                                        : PROT_READ | PROT_WRITE;
+  return ::mprotect(address, round_up(bytes, memory_page_size()).count(), protection) == 0;
+}
+
 /// Maps `bytes` (> 0) rounded up to whole memory pages, page-aligned. nullptr when the system refuses; errno says why.
 [[nodiscard]] inline std::byte* map_memory(Bytes bytes, MemoryUse use) noexcept {
   if (bytes > Bytes{~std::uint64_t{0}} - memory_page_size()) {
@@ -61,10 +73,29 @@ inline void unmap_memory(std::byte* address, Bytes bytes) noexcept {
   ::munmap(address, round_up(bytes, memory_page_size()).count());
 }
 
-/// Lets all threads access a mapping, or none. False when the system refuses.
-[[nodiscard]] inline bool protect_memory(std::byte* address, Bytes bytes, bool accessible) noexcept {
-  const int protection = accessible ? PROT_READ | PROT_WRITE : PROT_NONE;
-  return ::mprotect(address, round_up(bytes, memory_page_size()).count(), protection) == 0;
+/// As `map_memory`, with no access to it, nor to the memory page on each side, which nothing else is mapped to.
+[[nodiscard]] inline std::byte* map_guarded_memory(Bytes bytes) noexcept {
+  const Bytes page = memory_page_size();
+  if (bytes > Bytes{~std::uint64_t{0}} - 4 * page) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  const Bytes size = round_up(bytes, page) + 2 * page;
+  std::byte* address = map_memory(size, MemoryUse::read_write);
+  if (address == nullptr) return nullptr;
+  if (!protect_memory(address, size, MemoryAccess::none)) {
+    const int reason = errno;
+    unmap_memory(address, size);
+    errno = reason;
+    return nullptr;
+  }
+  return address + page.count();
+}
+
+/// Gives back what `map_guarded_memory(bytes)` gave.
+inline void unmap_guarded_memory(std::byte* address, Bytes bytes) noexcept {
+  const Bytes page = memory_page_size();
+  unmap_memory(address - page.count(), round_up(bytes, page) + 2 * page);
 }
 
 }  // namespace hbmoff::detail
