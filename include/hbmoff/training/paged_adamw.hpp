@@ -67,6 +67,14 @@ struct StepReport {
   std::uint64_t skipped_total = 0;  ///< steps skipped so far
 };
 
+/// Where a page of the state is, as far as the host knows.
+struct OptimizerPageState {
+  std::string label;  ///< names its first tensor
+  std::uint64_t step = 0;  ///< the step that it was last written in; 0: by `prepare`
+  bool whole =
+      false;  ///< its home holds that step's state whole. Else a copy to it may have been cut short, or it has none
+};
+
 /// The states of AdamW, for `read` and `write`.
 enum class OptimizerState : std::uint8_t { first_moment, second_moment, master_weight };
 
@@ -267,18 +275,32 @@ class PagedAdamW {
   /// The context is lost: nothing goes on.
   [[nodiscard]] bool failed() const { return hbm_->device().lost(); }
 
+  /// Of every page, whether its home is whole and at which step: after the loss of the context, what can be saved. A write
+  /// counts as done once the host has learned so: by `report` of a later step, or by `read`. Calls nothing on the device.
+  [[nodiscard]] std::vector<OptimizerPageState> page_states() const {
+    std::vector<OptimizerPageState> states;
+    for (std::uint32_t p = 0; p < writes_.size(); ++p) {
+      // What is in its slot only has left the home as it was before.
+      const bool in_slot = p < offloaded_ && scheduler_->dirty(static_cast<PageId>(p));
+      const PageWrite& write = in_slot ? writes_[p].before : writes_[p].last;
+      states.push_back(
+          {label_of(p), write.step, p < offloaded_ && write.operation != 0 && write.operation <= known_done_});
+    }
+    return states;
+  }
+
   /// Blocks the calling thread until `step` has decided, and tells. Throws InvalidArgument for a step not made or more
   /// than 8 steps back, or cut short before it had decided.
   [[nodiscard]] StepReport report(std::uint64_t step) {
     Outbox& box = outbox(step);
     device().synchronize(box.sent);
-    return read_report(step);
+    return read_report(box);
   }
   /// As `report`, or nothing when the device has not come that far.
   [[nodiscard]] std::optional<StepReport> try_report(std::uint64_t step) {
     Outbox& box = outbox(step);
     if (!device().query(box.sent)) return std::nullopt;
-    return read_report(step);
+    return read_report(box);
   }
   [[nodiscard]] std::uint64_t steps() const { return steps_; }
 
@@ -386,12 +408,26 @@ class PagedAdamW {
     Moments moments = Moments::reset;
     bool then_step = false;  ///< the initialisation is the start of a first step
   };
+  /// A write of a page's home: in which operation, and of which step.
+  struct PageWrite {
+    std::uint64_t operation = 0;  ///< 0: never
+    std::uint64_t step = 0;
+  };
+  struct PageWrites {
+    PageWrite last, before;
+  };
   struct Outbox {
     typename D::Event sent;
     std::uint64_t step = 0;  ///< whose report `sent` is behind
+    std::uint64_t operation = 0;
   };
 
   [[nodiscard]] D& device() const { return hbm_->device(); }
+  [[nodiscard]] std::string label_of(std::uint32_t p) const { return label_of(p, layout_); }
+  [[nodiscard]] std::string label_of(std::uint32_t p, const AdamWLayout& layout) const {
+    return "adamw page " + std::to_string(p) + " (" + infos_[layout.slices[layout.pages[p].first_slice].tensor].name +
+           ")";
+  }
   static std::uint32_t index(TensorId id) { return static_cast<std::uint32_t>(id); }
 
   void require_idle() const {
@@ -437,8 +473,7 @@ class PagedAdamW {
     std::uint32_t offloaded = 0;
     for (std::uint32_t p = 0; p < layout.pages.size(); ++p) {
       const AdamWPage& page = layout.pages[p];
-      const std::string label =
-          "adamw page " + std::to_string(p) + " (" + infos_[layout.slices[page.first_slice].tensor].name + ")";
+      const std::string label = label_of(p, layout);
       PageId id{};
       if constexpr (Scheduler::pages) {
         if (page.home != Tier::hbm) {
@@ -459,7 +494,7 @@ class PagedAdamW {
     }
     std::vector<Outbox> outboxes;
     for (std::uint64_t i = 0; i < adamw_report_ring; ++i)
-      outboxes.push_back({device().create_event(EventTiming::none), 0});
+      outboxes.push_back({.sent = device().create_event(EventTiming::none)});
     if constexpr (Scheduler::pages) {
       if (offloaded != 0) scheduler->reserve();
       plans_ = {scheduler->add_plan(reset), scheduler->add_plan(keep), scheduler->add_plan(sweep)};
@@ -475,6 +510,7 @@ class PagedAdamW {
     scheduler_ = std::move(scheduler);
     outboxes_ = std::move(outboxes);
     offloaded_ = offloaded;
+    writes_.resize(layout_.pages.size());
     changed_.reserve(tensors_.size());
     place_tables();
     ever_used_ = true;
@@ -563,6 +599,7 @@ class PagedAdamW {
       case Phase::start:
         if (item != 0) return false;
         device().wait(stream, settled_, at);
+        ++operations_;
         return true;
       case Phase::zero_tables:
         if (!initialise || item > 1) return false;
@@ -624,6 +661,7 @@ class PagedAdamW {
         if (initialise || item != 0) return false;
         device().record(outboxes_[steps_ % adamw_report_ring].sent, stream, at);
         outboxes_[steps_ % adamw_report_ring].step = steps_;
+        outboxes_[steps_ % adamw_report_ring].operation = operations_;
         return true;
       case Phase::begin:
         if constexpr (Scheduler::pages) {
@@ -670,6 +708,7 @@ class PagedAdamW {
       put(UpdatePage{tables_, memory}, stream, at);
     }
     lease.launched();
+    writes_[item].before = std::exchange(writes_[item].last, {operations_, initialise ? 0 : steps_});
     ++pending_.item;  // from here on the page is done, whatever happens to its release
     lease.commit(at);
     --pending_.item;
@@ -738,7 +777,10 @@ class PagedAdamW {
       if (device().no_touch()) throw InvalidArgument{"the device touches no memory: there is nothing to read or write"};
     }
   }
-  [[nodiscard]] StepReport read_report(std::uint64_t step) const {
+  // The step waited for all of the operation before it.
+  [[nodiscard]] StepReport read_report(const Outbox& box) {
+    const std::uint64_t step = box.step;
+    known_done_ = (std::max)(known_done_, box.operation - 1);
     require_memory();
     device().note_host_access("PagedAdamW::report", {report_slot(step)}, {});
     adamw_kernels::Report report;
@@ -753,6 +795,7 @@ class PagedAdamW {
     require_memory();
     device().wait(control_, settled_);
     device().synchronize(StreamRef{control_});
+    known_done_ = operations_;
   }
 
   template <class F>
@@ -812,6 +855,9 @@ class PagedAdamW {
   std::vector<PlanId> plans_;
   std::vector<Outbox> outboxes_;
   std::vector<std::uint32_t> changed_;  // entries of the device's table that are out of date
+  std::vector<PageWrites> writes_;  // by page
+  std::uint64_t operations_ = 0;  // begun so far
+  std::uint64_t known_done_ = 0;  // the last one that the host knows to be done
   std::uint32_t offloaded_ = 0;
   bool prepared_ = false;
   bool ever_used_ = false;
