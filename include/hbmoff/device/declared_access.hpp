@@ -29,7 +29,8 @@ namespace hbmoff {
 /// no HBM of the device say nothing.
 ///
 /// This and the arrays must live until the callable has run, or the context was lost and its stream synchronized; the
-/// caller synchronizes before it looks at the result. One callable at a time.
+/// caller synchronizes before it looks at the result. One callable at a time; one that does not run leaves the result as
+/// it is.
 struct DeclaredAccess {
   /// A touch outside.
   struct Violation {

@@ -562,7 +562,7 @@ class HostDevice {
     Label label;
     std::string reason;
     TimePoint operator()(TimePoint start) const noexcept {
-      if (!stream.device->lost()) stream.device->lose(stream, label, reason.c_str());
+      stream.device->lose(stream, label, reason.c_str());
       return start;
     }
   };

@@ -43,8 +43,6 @@ class DeclaredScope final : private FaultWatcher {
   DeclaredScope(std::span<const HostBlock> blocks, DeclaredAccess& declared)
       : blocks_{blocks}, declared_{declared}, page_size_{memory_page_size().count()}, edges_{edge_pages()},
         before_(edges_.size() * page_size_) {
-    declared_.checked = false;
-    declared_.violation.reset();
     // Writes second: a page that both share is writable.
     open(declared_.reads, MemoryAccess::read);
     open(declared_.writes, MemoryAccess::read_write);

@@ -46,14 +46,14 @@ class FaultWatcher {
 class FaultHandler {
  public:
   FaultHandler() {
-    const std::scoped_lock lock{installing_};
-    if (users_++ > 0) return;
+    const std::scoped_lock lock{installing};
+    if (users++ > 0) return;
     struct sigaction current{};
     ::sigaction(SIGSEGV, nullptr, &current);
     if (is_ours(current)) return;  // left there by the last user
     {
       const SpinLock spin;
-      previous_ = current;
+      handler_before = current;
     }
     struct sigaction ours{};
     ours.sa_sigaction = &handle;
@@ -62,25 +62,25 @@ class FaultHandler {
     ::sigaction(SIGSEGV, &ours, nullptr);
   }
   ~FaultHandler() {
-    const std::scoped_lock lock{installing_};
-    if (--users_ > 0) return;
+    const std::scoped_lock lock{installing};
+    if (--users > 0) return;
     struct sigaction current{};
     ::sigaction(SIGSEGV, nullptr, &current);
     // One that was installed over ours may call it for the rest of the process's life.
-    if (is_ours(current)) ::sigaction(SIGSEGV, &previous_, nullptr);
+    if (is_ours(current)) ::sigaction(SIGSEGV, &handler_before, nullptr);
   }
   FaultHandler(const FaultHandler&) = delete;
   FaultHandler& operator=(const FaultHandler&) = delete;
 
   static void watch(FaultWatcher& watcher) noexcept {
     const SpinLock spin;
-    watcher.next_ = watchers_;
-    watchers_ = &watcher;
+    watcher.next_ = watchers;
+    watchers = &watcher;
   }
   /// When it returns, `take` has been called for the last time.
   static void unwatch(FaultWatcher& watcher) noexcept {
     const SpinLock spin;
-    FaultWatcher** link = &watchers_;
+    FaultWatcher** link = &watchers;
     while (*link != &watcher) link = &(*link)->next_;
     *link = watcher.next_;
   }
@@ -90,10 +90,10 @@ class FaultHandler {
   class SpinLock {
    public:
     SpinLock() noexcept {
-      while (held_.test_and_set(std::memory_order_acquire)) {
+      while (held.test_and_set(std::memory_order_acquire)) {
       }
     }
-    ~SpinLock() { held_.clear(std::memory_order_release); }
+    ~SpinLock() { held.clear(std::memory_order_release); }
     SpinLock(const SpinLock&) = delete;
     SpinLock& operator=(const SpinLock&) = delete;
   };
@@ -118,7 +118,7 @@ class FaultHandler {
     fault.kind_known = true;
 #endif
     const SpinLock spin;
-    for (FaultWatcher* watcher = watchers_; watcher != nullptr; watcher = watcher->next_) {
+    for (FaultWatcher* watcher = watchers; watcher != nullptr; watcher = watcher->next_) {
       if (watcher->take(fault)) return true;
     }
     return false;
@@ -129,7 +129,7 @@ class FaultHandler {
     struct sigaction previous{};
     {
       const SpinLock spin;
-      previous = previous_;
+      previous = handler_before;
     }
     if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(signal, info, context);
     const bool ignored = previous.sa_handler == SIG_IGN, sent = info->si_code <= 0;
@@ -141,11 +141,11 @@ class FaultHandler {
     if (sent) static_cast<void>(::raise(signal));
   }
 
-  static inline std::mutex installing_;
-  static inline std::uint64_t users_ = 0;
-  static inline std::atomic_flag held_;
-  static inline struct sigaction previous_{};
-  static inline FaultWatcher* watchers_ = nullptr;
+  static inline std::mutex installing;
+  static inline std::uint64_t users = 0;
+  static inline std::atomic_flag held;
+  static inline struct sigaction handler_before{};
+  static inline FaultWatcher* watchers = nullptr;
 };
 
 }  // namespace hbmoff::detail
