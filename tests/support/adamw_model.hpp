@@ -24,10 +24,12 @@
 #include "hbmoff/training/norm.hpp"
 #include "hbmoff/training/paged_adamw.hpp"
 #include "logging_device.hpp"
+#include "random.hpp"
 
 namespace adamw_test {
 
 using namespace hbmoff;
+using random_numbers::hash;
 
 /// A tensor as a test describes it.
 struct TensorSpec {
@@ -37,14 +39,6 @@ struct TensorSpec {
   DType gradient = DType::fp32;
   std::uint32_t group = 0;
 };
-
-/// SplitMix64's finaliser: the same numbers with every standard library.
-[[nodiscard]] inline std::uint64_t hash(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 /// An ordinary number: either sign, magnitudes over eight powers of two, now and then a zero of either sign.
 [[nodiscard]] inline float number(std::uint64_t seed, std::uint64_t a, std::uint64_t b, std::uint64_t i) {
