@@ -74,6 +74,9 @@ target_compile_features(ordering_mutation PRIVATE cxx_std_20)
 add_test(NAME ordering_mutation COMMAND ordering_mutation)
 set_tests_properties(ordering_mutation PROPERTIES TIMEOUT 900)
 
+# Notes of what a launch touches cost no instruction where nobody looks at them.
+hbmoff_add_check(annotation_cost check ${PROJECT_SOURCE_DIR}/bench/annotation_cost.py --compiler ${CMAKE_CXX_COMPILER})
+
 # What a user does: hbmoff installed (the tree then moved, so that no path is left in it) and found, and as a subproject.
 set(consumers ${CMAKE_CURRENT_SOURCE_DIR}/consumers)
 set(consumer_build ${CMAKE_CURRENT_BINARY_DIR}/consumers)

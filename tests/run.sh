@@ -65,6 +65,7 @@ pkg-config --exists openblas 2>/dev/null || packages+=(libopenblas-dev)
 if has_stage dev; then
   need_command clang-format-19 clang-format-19
   need_command clang-tidy-19 clang-tidy-19
+  need_command valgrind valgrind
 fi
 if has_stage clang16; then need_command clang++-16 clang-16; fi
 if has_stage clang19 || has_stage asan-ubsan; then need_command clang++-19 clang-19; fi
