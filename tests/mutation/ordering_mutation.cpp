@@ -512,6 +512,7 @@ void arena_run(Bench& bench) {
 void recorder_run(Bench& bench) {
   auto& [reports, device, before, before_pinned, a, b, c, hbm, host, fill_evicted, blank] = bench;
   std::optional<Recorder<Checked>> recorder;
+  again([&] { device.fill_async(blank, std::byte{}, a); });  // so that the recorder's origin is behind something
   again([&] { recorder.emplace(device, 64, a); });
   const auto observer = recorder->observer();
   observer.begin(Activity::fill, b);
