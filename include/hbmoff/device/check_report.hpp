@@ -18,12 +18,13 @@ namespace hbmoff {
 enum class CheckFault : std::uint8_t {
   read_before_write,     ///< a read is not ordered after the write before it
   write_before_access,   ///< a write is not ordered after the read or the write before it
-  host_access,  ///< the host touches pinned memory that stream work, or another thread, still uses; or the reverse
+  host_access,  ///< the host touches pinned memory that stream work, or another thread, may still use; or the reverse
   unordered_reuse,  ///< memory was allocated on a stream that is not ordered after the stream that freed it
   use_after_free,  ///< memory was touched after it was freed in stream order
   free_under_work,  ///< memory was freed before work that uses it is known to be done
   uninitialised_read,  ///< bytes were read that nothing wrote since they were allocated or given up
-  out_of_range,  ///< an access leaves its block, or touches memory that is no block
+  out_of_range,  ///< an access leaves its block, or touches an arena's memory where no block is
+  unfinished_time,  ///< the time of an event was asked for before the host knows that the event is done
   undeclared_access,  ///< a kernel touched bytes that its note does not name (debug mode)
   leak,  ///< something was not given back
   wait_never_recorded,  ///< a warning: a wait for an event that was never recorded has no effect
@@ -37,7 +38,7 @@ enum class CheckFault : std::uint8_t {
     case CheckFault::write_before_access:
       return "a write is not ordered after the access before it";
     case CheckFault::host_access:
-      return "the host and stream work touch the same pinned memory unordered";
+      return "an access of the host is not ordered with another access";
     case CheckFault::unordered_reuse:
       return "memory is reused on a stream that is not ordered after its free";
     case CheckFault::use_after_free:
@@ -48,6 +49,8 @@ enum class CheckFault : std::uint8_t {
       return "bytes are read that nothing has written";
     case CheckFault::out_of_range:
       return "an access lies outside of its block";
+    case CheckFault::unfinished_time:
+      return "the time of an event is read before the event is known to be done";
     case CheckFault::undeclared_access:
       return "a kernel touched bytes that it did not declare";
     case CheckFault::leak:
@@ -65,13 +68,13 @@ enum class CheckFault : std::uint8_t {
 
 /// One of the two sides of a report.
 struct CheckedAccess {
-  std::string what = {};  ///< "kernel 'gelu' reads", "copy writes", "free of", ...
-  std::string actor = {};  ///< "stream 'compute'", "the host", "host thread 2"
-  std::string tensor = {};  ///< name of the block; with the name of the part of it that was named last
-  std::string memory = {};  ///< "HBM" or "pinned memory"
-  std::uint64_t first_byte = 0;  ///< of the block
-  Bytes bytes = {};  ///< the part of the access that the report is about
-  std::source_location at = {};  ///< of the call
+  std::string what = {};  ///< "'gelu' reads" (a kernel's, host function's or host access's label), "a copy writes", ...
+  std::string actor = {};  ///< "stream 'compute'", "the host" (the first thread to call), "host thread 2", ...
+  std::string tensor = {};  ///< name of the block; "part' in 'block" where a part of it has a name
+  std::string memory = {};  ///< "HBM", "pinned memory", or "memory of the caller"
+  std::uint64_t first_byte = 0;  ///< counted from the beginning of the part or block; the address in other memory
+  Bytes bytes = {};  ///< of the access, the first stretch that the report is true of
+  std::source_location at = {};  ///< of the call; of line 0 when not known
 
   [[nodiscard]] std::string message() const {
     std::string text = actor + ": " + what;
@@ -84,6 +87,7 @@ struct CheckedAccess {
   }
 };
 
+/// What is wrong, between which accesses, and what would mend it.
 struct CheckReport {
   CheckFault fault = {};
   CheckedAccess later = {};  ///< the call that was checked
@@ -100,7 +104,8 @@ struct CheckReport {
   }
 };
 
-/// A program's order, bounds or life times are wrong, found by `CheckedDevice`. The call had no effect.
+/// A program's order, bounds or life times are wrong, found by `CheckedDevice`. The call had no effect (but a kernel has
+/// run when it touched bytes that its note does not name: `undeclared_access`).
 class CheckError : public Error {
  public:
   explicit CheckError(CheckReport report) : Error{report.message()}, report_{std::move(report)} {}

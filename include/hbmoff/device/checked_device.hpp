@@ -16,7 +16,6 @@
 #include <source_location>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
@@ -31,9 +30,11 @@
 
 namespace hbmoff {
 
+/// What a `CheckedDevice` does with what it finds.
 struct CheckOptions {
-  /// Where reports go as well. Outlives the device, so that it also gets those of the device's own end. Without it those
-  /// are printed on standard error.
+  /// Where reports go as well. Outlives the device, so that it also gets those of the device's own end; the caller reads
+  /// it when no other thread uses the device. Without it the device prints on standard error, at its end, what was not
+  /// asked for by `reports()`.
   std::vector<CheckReport>* reports = nullptr;
   /// A call that is at fault throws CheckError and has no effect. Else it is only noted, and goes through.
   bool throws = true;
@@ -61,25 +62,30 @@ struct LaunchOptionsOf<D> {
 /// and runs it in the same way, but proves for every access to device and pinned memory that the program's own waits
 /// and synchronisations order it after the accesses that it must come after. It does so with a vector clock for each
 /// stream, event and host thread: a report does not depend on how the timing fell, and silence means that no timing of
-/// this sequence of calls is wrong.
+/// this sequence of calls is wrong. (A `query` that returned true orders the host behind the event; a program that acts
+/// on one has other sequences of calls as well.)
 ///
 /// It knows of copies and fills by itself. Of kernels and host functions it knows what `note_access` said before the
 /// launch, and of the host's own accesses to pinned memory what `note_host_access` says. Memory of arenas is checked
-/// block by block; other memory as it was allocated. Pinned memory that the device did not allocate takes part from its
-/// first use on.
+/// block by block; other memory as it was allocated. Memory that the device did not allocate takes part from its first
+/// use on; it has content, and no bounds.
 ///
-/// Faults are the values of `CheckFault`. A call at fault throws `CheckError` and has no effect; calls that cannot throw
-/// note theirs, and so do warnings. `reports()` has all of them.
+/// Faults are the values of `CheckFault`. A call at fault throws `CheckError` and has no effect, on `D` or on what is
+/// known here; the same call, made once the order is right, succeeds. Calls that cannot throw note theirs and go
+/// through, and so do warnings. A call that `D` itself refuses has no effect here either. `reports()` has all of them.
 ///
-/// - Host threads are not ordered with each other by what the device sees. A thread that took over from others (by a
-///   join, or a mutex) says so: `note_threads_joined`.
+/// - Host threads are not ordered with each other by what the device sees. A thread that took over from others (by its
+///   start, a join, or a mutex) says so: `note_threads_joined`.
 /// - A copy hands on whether bytes were ever written; reading bytes that were not is a fault of kernels and of the host
 ///   only, so padding may travel.
 /// - The end of a stream orders nothing.
+/// - Once the context is lost nothing is checked: what was queued does not run.
 /// - With HostDeviceOptions::debug_protection each kernel runs at once, alone, with nothing of HBM accessible but what
 ///   its note names; touching more is reported with its name.
 ///
-/// Thread-safe, as `D` is; calls take one lock. Streams and events are its own; `inner` gives what `D` made.
+/// Thread-safe, as `D` is; calls take one lock, and one that waits for room on its stream holds it. Streams and events
+/// are its own; `inner` gives what `D` made. It takes memory for every stream that ever was and for every range of bytes
+/// that was last touched differently from its neighbours.
 template <Device D>
 class CheckedDevice {
   struct StreamState;
@@ -172,18 +178,18 @@ class CheckedDevice {
   CheckedDevice(const CheckedDevice&) = delete;
   CheckedDevice& operator=(const CheckedDevice&) = delete;
 
-  /// Reports what was not given back. Streams and events must have been (else the program ends: their owners would use a
-  /// dead device).
+  /// Reports memory that was not given back. Streams and events must have been (else the program ends: their owners
+  /// would use a dead device).
   ~CheckedDevice() {
     for (const auto& [begin, reservation] : reservations_) {
-      CheckReport report{.fault = CheckFault::leak,
-                         .later = side({.at = reservation.at}, false, begin, reservation.end)};
+      CheckReport report{.fault = CheckFault::leak, .remedy = "free it before the device ends"};
+      report.later = side({.at = reservation.at}, false, reservation.block.get(), begin, reservation.block->end);
+      report.later.actor = "the end of the device";
       report.later.what = "nobody freed";
-      note(std::move(report), false);
+      note(std::move(report));
     }
-    for (const Noted& noted : reports_) {
-      if (check_.reports != nullptr || noted.told) continue;
-      std::fprintf(stderr, "hbmoff::CheckedDevice: %s\n", noted.report.message().c_str());
+    for (std::size_t i = told_; check_.reports == nullptr && i < reports_.size(); ++i) {
+      std::fprintf(stderr, "hbmoff::CheckedDevice: %s\n", reports_[i].message().c_str());
     }
     if (live_streams_ != 0 || *live_events_ != 0) {
       std::fputs("hbmoff::CheckedDevice destroyed before its streams and events\n", stderr);
@@ -195,20 +201,17 @@ class CheckedDevice {
   [[nodiscard]] D& inner() noexcept { return device_; }
   [[nodiscard]] const D& inner() const noexcept { return device_; }
 
-  /// Everything found so far, warnings included. `errors` counts what is no warning.
+  /// Everything found so far, warnings included, in the order of the calls.
   [[nodiscard]] std::vector<CheckReport> reports() const {
     const std::scoped_lock lock{mutex_};
-    std::vector<CheckReport> all;
-    for (Noted& noted : reports_) {
-      noted.told = true;
-      all.push_back(noted.report);
-    }
-    return all;
+    told_ = reports_.size();
+    return reports_;
   }
+  /// How many of them are no warnings.
   [[nodiscard]] std::uint64_t errors() const {
     const std::scoped_lock lock{mutex_};
     return static_cast<std::uint64_t>(std::count_if(
-        reports_.begin(), reports_.end(), [](const Noted& noted) { return !is_warning(noted.report.fault); }));
+        reports_.begin(), reports_.end(), [](const CheckReport& report) { return !is_warning(report.fault); }));
   }
 
   // ------------------------------------------------------------------------------------------------ streams, events
@@ -219,8 +222,10 @@ class CheckedDevice {
     state->inner.emplace(device_.create_stream(name, at));
     state->device = this;
     state->name = name;
-    state->actor = new_actor("stream '" + state->name + "'", state.get());
-    state->clock.tick(state->actor);
+    const std::uint64_t number = ++stream_names_[state->name];
+    state->actor = new_actor(
+        "stream '" + state->name + "'" + (number == 1 ? "" : " (number " + std::to_string(number) + " of that name)"),
+        state.get());
     streams_.push_back(std::move(state));
     ++live_streams_;
     return Stream{streams_.back().get()};
@@ -243,19 +248,14 @@ class CheckedDevice {
 
   void wait(StreamRef stream, EventRef event, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    if (!event.state_->recorded) {
-      CheckReport report{.fault = CheckFault::wait_never_recorded};
-      report.later = {
-          .what = "waits for an event that was never recorded", .actor = actors_[stream.state_->actor].name, .at = at};
-      report.remedy = "record the event first: the wait orders nothing";
-      note(std::move(report), false);
-    }
     device_.wait(stream.inner(), event.inner(), at);
-    enqueued(*stream.state_);
-    if (!event.state_->recorded) return;
     StreamState& on = *stream.state_;
-    on.clock.join(event.state_->clock);
-    on.clock.tick(on.actor);  // events recorded before do not stand for what the stream waited for
+    enqueued(on);
+    if (event.state_->recorded) return learn(on, event.state_->clock);
+    CheckReport report{.fault = CheckFault::wait_never_recorded};
+    report.later = {.what = "waits for an event that was never recorded", .actor = actors_[on.actor].name, .at = at};
+    report.remedy = "record the event first: the wait orders nothing";
+    note(std::move(report));
   }
 
   [[nodiscard]] bool query(EventRef event, At at = At::current()) {
@@ -282,33 +282,41 @@ class CheckedDevice {
     lock.lock();
     host().clock.join(reached);
   }
+  /// The host must know, by a synchronisation or `query`, that both are done.
   [[nodiscard]] auto elapsed(EventRef begin, EventRef end, At at = At::current()) {
+    const std::scoped_lock lock{mutex_};
+    for (const EventState* event : {begin.state_, end.state_}) {
+      if (event->recorded && host().clock.knows(event->clock)) continue;
+      CheckReport report{.fault = CheckFault::unfinished_time};
+      report.later = {.what = "asks for the time of an event", .actor = actors_[host().actor].name, .at = at};
+      report.remedy =
+          event->recorded ? "synchronize with the event, or with its stream, first" : "record the event first";
+      found_.push_back(std::move(report));
+      break;
+    }
+    deliver();
     return device_.elapsed(begin.inner(), end.inner(), at);
   }
 
   // ------------------------------------------------------------------------------------------------ memory
 
   [[nodiscard]] device_span<std::byte> allocate_device(Bytes bytes, At at = At::current()) {
-    const std::scoped_lock lock{mutex_};
     const auto memory = device_.allocate_device(bytes, at);
-    add_reservation(memory, true, at);
+    add_reservation(memory, at);
     return memory;
   }
   [[nodiscard]] pinned_span<std::byte> allocate_pinned(Bytes bytes, At at = At::current()) {
-    const std::scoped_lock lock{mutex_};
     const auto memory = device_.allocate_pinned(bytes, at);
-    add_reservation(memory, false, at);
+    add_reservation(memory, at);
     return memory;
   }
-  void free_device(device_span<std::byte> memory) noexcept {
-    const std::scoped_lock lock{mutex_};
-    end_reservation(memory);
-    device_.free_device(memory);
+  /// The host must know, by a synchronisation or `query`, that all work on the memory is done: that `D` waits for it
+  /// here is not relied on. Cannot throw; what was not allocated here, whole, is reported and not given to `D`.
+  void free_device(device_span<std::byte> memory, At at = At::current()) noexcept {
+    if (end_reservation(memory, at)) device_.free_device(memory);
   }
-  void free_pinned(pinned_span<std::byte> memory) noexcept {
-    const std::scoped_lock lock{mutex_};
-    end_reservation(memory);
-    device_.free_pinned(memory);
+  void free_pinned(pinned_span<std::byte> memory, At at = At::current()) noexcept {
+    if (end_reservation(memory, at)) device_.free_pinned(memory);
   }
   [[nodiscard]] MemoryInfo memory_info() const { return device_.memory_info(); }
   [[nodiscard]] bool lost() const noexcept { return device_.lost(); }
@@ -330,33 +338,30 @@ class CheckedDevice {
   void fill_async(device_span<std::byte> memory, std::byte value, StreamRef stream, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     StreamState& on = *stream.state_;
-    enqueued(on);
-    AccessStamp work = stamp(on, AccessBy::fill, "fill", at);
-    check(work, on.clock, memory, Reads::nothing, true);
+    AccessStamp work = stamp(on, AccessBy::fill, at);
+    check(work, known_on(on), memory, Reads::nothing, true);
     deliver();
     device_.fill_async(memory, value, stream.inner(), at);
-    work.time = on.clock.tick(on.actor);
+    start(on, work);
     apply_write(work, memory);
   }
 
-  /// As `D::enqueue`. What the last `note_access` on the stream said is what this launch touches; without one a warning
-  /// is noted, once for each name.
+  /// As `D::enqueue`. What the last `note_access` on the stream said is what this launch touches, and is checked here;
+  /// without one a warning is noted, once for each name.
   template <class F>
     requires requires(D& d, typename D::StreamRef s, F&& f, LaunchOptions o) { d.enqueue(s, std::forward<F>(f), o); }
   void enqueue(StreamRef stream, F&& callable, LaunchOptions options = {}, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     StreamState& on = *stream.state_;
-    Pending pending = std::exchange(on.pending, {});
-    if (!pending.noted) warn_undeclared(on, options.name, at);
+    check(on.pending, known_on(on));
+    deliver();
     if constexpr (requires { options.declared; }) {
       if (device_.options().debug_protection) {
-        run_guarded(stream, std::forward<F>(callable), options, pending, at);
-        apply(on, pending);
-        return;
+        return run_guarded(stream, std::forward<F>(callable), options, at);
       }
     }
     device_.enqueue(stream.inner(), std::forward<F>(callable), options, at);
-    apply(on, pending);
+    launched(on, options.name, at);
   }
 
   /// As `D::host_func`; notes count as for `enqueue`.
@@ -364,41 +369,42 @@ class CheckedDevice {
   void host_func(StreamRef stream, F&& callable, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     StreamState& on = *stream.state_;
-    Pending pending = std::exchange(on.pending, {});
-    if (!pending.noted) warn_undeclared(on, "host function", at);
+    check(on.pending, known_on(on));
+    deliver();
     device_.host_func(stream.inner(), std::forward<F>(callable), at);
-    apply(on, pending);
+    launched(on, "host function", at);
   }
 
   // ------------------------------------------------------------------------------------------------ notes
 
   /// The next launch on `stream`, called `label`, reads and writes these ranges (a range that it updates belongs in
-  /// both). Checked here. Where `D` has `enqueue` the launch itself makes them count, elsewhere this call does.
+  /// both). Replaces an earlier note that no launch has followed yet. Where `D` has `enqueue` it is checked by the
+  /// launch, which throws; where kernels are launched past the device (`<<<>>>`), by this call, and counts at once.
   void note_access(StreamRef stream, std::string_view label, AccessList reads, AccessList writes,
                    At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     StreamState& on = *stream.state_;
-    enqueued(on);
-    Pending pending{.noted = true, .work = stamp(on, AccessBy::kernel, label, at)};
+    Pending pending{.noted = true, .work = stamp(on, AccessBy::kernel, at, label)};
     pending.reads.assign(reads.begin(), reads.end());
     pending.writes.assign(writes.begin(), writes.end());
-    for (const AccessRange& range : pending.reads) check(pending.work, on.clock, range, Reads::content, false);
-    for (const AccessRange& range : pending.writes) check(pending.work, on.clock, range, Reads::nothing, true);
-    deliver();
-    if constexpr (requires { typename D::LaunchOptions; }) {
-      on.pending = std::move(pending);
-    } else {
+    if constexpr (!requires { typename D::LaunchOptions; }) {
+      check(pending, known_on(on));
+      deliver();
       apply(on, pending);
+      pending.reads.clear();
+      pending.writes.clear();
     }
+    on.pending = std::move(pending);
   }
 
   /// The calling thread is about to read and write these ranges of pinned memory.
   void note_host_access(std::string_view label, AccessList reads, AccessList writes, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     HostState& thread = host();
+    const JoinedClock known{thread.clock};
     AccessStamp work{.actor = thread.actor, .by = AccessBy::host, .label = intern(label), .at = at};
-    for (const AccessRange& range : reads) check(work, thread.clock, range, Reads::content, false);
-    for (const AccessRange& range : writes) check(work, thread.clock, range, Reads::nothing, true);
+    for (const AccessRange& range : reads) check(work, known, range, Reads::content, false);
+    for (const AccessRange& range : writes) check(work, known, range, Reads::nothing, true);
     deliver();
     work.time = thread.clock.tick(thread.actor);
     for (const AccessRange& range : reads) apply_read(work, range);
@@ -409,57 +415,32 @@ class CheckedDevice {
   void note_threads_joined() {
     const std::scoped_lock lock{mutex_};
     HostState& me = host();
-    for (const auto& [id, other] : hosts_) me.clock.join(other.clock);
+    for (const auto& [token, other] : hosts_) me.clock.join(other.clock);
   }
 
+  /// `allocated`: the range is a block called `name` for work put on `stream` from now on, its content worthless.
+  /// `freed`: nothing put on `stream` or elsewhere from now on may touch the block. `named`: the name of a live block, or
+  /// of a part of one; parts that it overlaps lose theirs.
   template <class Space>
   void note_block(BlockNote what, memory_span<const std::byte, Space> memory, std::string_view name, StreamRef stream,
                   At at = At::current()) {
     const std::scoped_lock lock{mutex_};
     if (memory.empty()) return;
-    const auto [begin, end] = range_of(memory);
-    if (what == BlockNote::named) {
-      parts_.put(begin, end, name);
-      return;
+    switch (what) {
+      case BlockNote::allocated:
+        return begin_block(memory, std::is_same_v<Space, DeviceSpace>, name, *stream.state_, at);
+      case BlockNote::freed:
+        return end_block(memory, *stream.state_, at);
+      case BlockNote::named:
+        return name_part(memory, name);
     }
-    StreamState& on = *stream.state_;
-    enqueued(on);
-    const bool device = std::is_same_v<Space, DeviceSpace>;
-    if (what == BlockNote::allocated) {
-      map_.visit(begin, end, [&](Address first, Cell& cell) {
-        if (cell.write.before(on.clock) || !found_.empty()) return;
-        AccessStamp work = stamp(on, AccessBy::nobody, name, at);
-        find(CheckFault::unordered_reuse, work, true, &cell.write, first, cell.end, on.clock);
-      });
-      deliver();
-      blocks_.put(begin, end, name);
-      parts_.erase(begin, end);
-      map_.visit(begin, end, [&, block = ++last_block_](Address, Cell& cell) {
-        cell.block = block;
-        cell.extent = Extent::open;
-        cell.defined = false;
-      });
-      return;
-    }
-    AccessStamp work = stamp(on, AccessBy::release, name, at);
-    map_.visit(begin, end, [&](Address first, Cell& cell) {
-      if (!found_.empty()) return;
-      if (cell.extent == Extent::freed) {
-        return find(CheckFault::use_after_free, work, true, &cell.write, first, cell.end, on.clock);
-      }
-      check_free(work, on.clock, first, cell);
-    });
-    deliver();
-    // A point in the stream's order, behind which nothing was put yet: an event recorded just before stands for it too.
-    work.time = on.clock.at(on.actor);
-    map_.put(begin, end, {.block = ++last_block_, .extent = Extent::freed, .device = device, .write = work});
   }
 
   void note_discarded(device_span<const std::byte> memory, std::string_view name) noexcept {
     const std::scoped_lock lock{mutex_};
     if (memory.empty()) return;
     const auto [begin, end] = range_of(memory);
-    parts_.put(begin, end, name);
+    name_part(memory, name);
     map_.visit(begin, end, [](Address, Cell& cell) { cell.defined = false; });
   }
 
@@ -468,14 +449,20 @@ class CheckedDevice {
     const std::scoped_lock lock{mutex_};
     if (memory.empty()) return;
     const auto [begin, end] = range_of(memory);
-    const bool known = map_.touches(begin, end);
-    const std::uint64_t block = ++last_block_;
-    if (!known) map_.put(begin, end, {.device = std::is_same_v<Space, DeviceSpace>, .defined = true});
+    if (!divided) return undivide(begin, end);
+    map_.fill_gaps(begin, end);
+    const std::shared_ptr<MemoryBlock> outer = map_.find(begin)->block;
+    const auto division =
+        std::make_shared<MemoryBlock>(MemoryBlock{.begin = begin,
+                                                  .end = end,
+                                                  .device = std::is_same_v<Space, DeviceSpace>,
+                                                  .division = true,
+                                                  .name = outer != nullptr ? outer->name : "memory given to an arena",
+                                                  .outer = outer});
     map_.visit(begin, end, [&](Address, Cell& cell) {
-      cell.extent = divided ? Extent::divided : Extent::open;
-      cell.block = block;
+      cell.extent = Extent::divided;
+      cell.block = division;
     });
-    if (!divided) blocks_.erase(begin + 1, end);
   }
 
   // ------------------------------------------------------------------------------------------------ what D has
@@ -495,6 +482,12 @@ class CheckedDevice {
   {
     device_.fail_call(n);
   }
+  template <class Fault>
+  void inject(Fault&& fault)
+    requires requires(D& d) { d.inject(std::forward<Fault>(fault)); }
+  {
+    device_.inject(std::forward<Fault>(fault));
+  }
 
  private:
   using Address = detail::AccessMap::Address;
@@ -502,6 +495,8 @@ class CheckedDevice {
   using AccessBy = detail::AccessBy;
   using AccessStamp = detail::AccessStamp;
   using Extent = detail::Extent;
+  using JoinedClock = detail::JoinedClock;
+  using MemoryBlock = detail::MemoryBlock;
 
   /// Of the records of a stream, how many are remembered to be named in reports.
   static constexpr std::size_t most_records = 512;
@@ -548,7 +543,7 @@ class CheckedDevice {
     StreamState* stream;  ///< null: a host thread
   };
   struct Reservation {
-    Address end;
+    std::shared_ptr<MemoryBlock> block;
     At at;
   };
 
@@ -563,24 +558,32 @@ class CheckedDevice {
     actors_.push_back({std::move(name), stream});
     return static_cast<detail::Actor>(actors_.size() - 1);
   }
+  // A thread is known by an object of its own, whose identity outlives it here: ids of threads are used again.
   HostState& host() {
-    const auto [found, is_new] = hosts_.try_emplace(std::this_thread::get_id());
+    thread_local const auto token = std::make_shared<const char>();
+    const auto [found, is_new] = hosts_.try_emplace(token);
     if (is_new) {
       const std::string name = hosts_.size() == 1 ? "the host" : "host thread " + std::to_string(hosts_.size());
       found->second.actor = new_actor(name, nullptr);
-      found->second.clock.tick(found->second.actor);
     }
     return found->second;
   }
-  // Work put on a stream comes after what the calling thread has done and seen.
-  void enqueued(StreamState& stream) {
-    HostState& from = host();
-    stream.clock.join(from.clock);
-    from.clock.tick(from.actor);  // what the thread does now is not before that work
+  // The stream comes after what `clock` knows. Its own time tells what it knew: a free has no other to be told by.
+  void learn(StreamState& stream, const detail::VectorClock& clock) {
+    if (stream.clock.join(clock)) stream.clock.tick(stream.actor);
   }
+  // Work put on a stream comes after what the calling thread has done and seen.
+  void enqueued(StreamState& stream) { learn(stream, host().clock); }
+  // What work that is put on the stream now comes after.
+  JoinedClock known_on(const StreamState& stream) { return {stream.clock, host().clock}; }
   // Of work that is about to be put on `on`; its time is set when it has been.
-  AccessStamp stamp(const StreamState& on, AccessBy by, std::string_view label, At at) {
+  AccessStamp stamp(const StreamState& on, AccessBy by, At at, std::string_view label = {}) {
     return {.actor = on.actor, .by = by, .label = intern(label), .time = 0, .at = at};
+  }
+  // The work has been put on `on`.
+  void start(StreamState& on, AccessStamp& work) {
+    enqueued(on);
+    work.time = on.clock.tick(on.actor);
   }
   std::uint32_t intern(std::string_view label) {
     const auto [found, is_new] = label_ids_.try_emplace(std::string{label}, static_cast<std::uint32_t>(labels_.size()));
@@ -589,112 +592,230 @@ class CheckedDevice {
   }
 
   void destroy(StreamState& stream) noexcept {
-    const std::scoped_lock lock{mutex_};
-    stream.inner.reset();
+    {
+      std::unique_lock lock{mutex_};
+      [[maybe_unused]] const typename D::Stream inner = std::move(*stream.inner);
+      stream.inner.reset();
+      stream.clock = {};
+      stream.pending = {};
+      lock.unlock();  // it may block
+    }
     --live_streams_;
   }
 
-  // ------------------------------------------------------------------------------------------------ reservations
+  // ------------------------------------------------------------------------------------------------ life of memory
 
   template <class Span>
-  void add_reservation(Span memory, bool device, At at) {
+  void add_reservation(Span memory, At at) {
     if (memory.empty()) return;
+    const std::scoped_lock lock{mutex_};
     const auto [begin, end] = range_of(memory);
-    reservations_.insert_or_assign(begin, Reservation{end, at});
-    map_.put(begin, end, {.block = ++last_block_, .device = device});
-    parts_.erase(begin, end);
-    blocks_.put(begin, end, "memory allocated at " + where(at));
+    const auto block =
+        std::make_shared<MemoryBlock>(MemoryBlock{.begin = begin,
+                                                  .end = end,
+                                                  .device = std::is_same_v<typename Span::space, DeviceSpace>,
+                                                  .name = "memory allocated at " + where(at)});
+    reservations_.insert_or_assign(begin, Reservation{block, at});
+    map_.put(begin, end, {.block = block});
   }
 
   // Memory given back to the system: everything that was put on a stream for it must be known to the host to be done.
+  // False when it is none to give back.
   template <class Span>
-  void end_reservation(Span memory) noexcept {
-    if (memory.empty()) return;
+  bool end_reservation(Span memory, At at) noexcept {
+    if (memory.empty()) return true;
+    const std::scoped_lock lock{mutex_};
     const auto [begin, end] = range_of(memory);
+    HostState& thread = host();
+    const AccessStamp work{.actor = thread.actor, .by = AccessBy::release, .at = at};
     const auto found = reservations_.find(begin);
-    if (found == reservations_.end()) return;
-    if (!device_.lost()) {
-      HostState& from = host();
-      const AccessStamp stamp{.actor = from.actor, .by = AccessBy::release, .at = found->second.at};
-      map_.visit(begin, end, [&](Address first, Cell& cell) { check_free(stamp, from.clock, first, cell); });
+    if (found == reservations_.end() || found->second.block->end != end) {
+      const Cell* cell = map_.find(begin);
+      const bool freed = cell != nullptr && cell->extent == Extent::freed;
+      find({.fault = freed ? CheckFault::use_after_free : CheckFault::out_of_range,
+            .block = cell == nullptr ? nullptr : cell->block,
+            .first = begin,
+            .last = end,
+            .earlier = freed ? cell->write : AccessStamp{}},
+           work, true, JoinedClock{thread.clock});
       note_found();
+      return false;
+    }
+    check_free(work, JoinedClock{thread.clock}, begin, end);
+    note_found();
+    if constexpr (std::is_same_v<typename Span::space, DeviceSpace>) {
+      map_.put(begin, end, {.block = found->second.block, .extent = Extent::freed, .write = work});
+    } else {
+      map_.erase(begin, end);  // the system may hand these addresses out as ordinary memory now
     }
     reservations_.erase(found);
-    parts_.erase(begin, end);
-    if constexpr (std::is_same_v<typename Span::space, DeviceSpace>) {
-      map_.put(begin, end,
-               {.block = ++last_block_, .extent = Extent::freed, .device = true, .write = {.by = AccessBy::release}});
-    } else {
-      // The system may hand these addresses out as ordinary memory now.
-      map_.erase(begin, end);
-      blocks_.erase(begin, end);
+    return true;
+  }
+
+  void begin_block(AccessRange memory, bool device, std::string_view name, StreamState& on, At at) {
+    const auto [begin, end] = range_of(memory);
+    const auto block = std::make_shared<MemoryBlock>(
+        MemoryBlock{.begin = begin, .end = end, .device = device, .name = std::string{name}});
+    const AccessStamp work = stamp(on, AccessBy::nobody, at);
+    const JoinedClock known = known_on(on);
+    std::optional<Finding> finding;
+    map_.visit(begin, end, [&](Address first, Cell& cell) {
+      if (cell.write.before(known)) return;
+      extend(finding, {CheckFault::unordered_reuse, cell.block, first, cell.end, cell.write, true});
+    });
+    if (finding) {
+      find(*finding, work, true, known);
+      found_.back().later = side(work, true, block.get(), finding->first, finding->last);
     }
+    deliver();
+    enqueued(on);
+    map_.fill_gaps(begin, end);
+    const Cell& there = *map_.find(begin);
+    block->outer = there.block;
+    const bool replaced = there.extent != Extent::divided && there.block != nullptr && there.block->begin == begin;
+    if (block->outer != nullptr && (there.extent == Extent::freed || replaced)) block->outer = block->outer->outer;
+    map_.visit(begin, end, [&](Address, Cell& cell) {
+      cell.block = block;
+      cell.extent = Extent::open;
+      cell.defined = false;
+    });
+  }
+
+  void end_block(AccessRange memory, StreamState& on, At at) {
+    const auto [begin, end] = range_of(memory);
+    AccessStamp work = stamp(on, AccessBy::release, at);
+    const JoinedClock known = known_on(on);
+    const Cell* cell = map_.find(begin);
+    std::shared_ptr<MemoryBlock> block = cell == nullptr ? nullptr : cell->block;
+    // Out of what an arena of its own may have cut the block into.
+    while (block != nullptr && !(block->begin == begin && block->end == end && !block->division)) block = block->outer;
+    if (block == nullptr && cell != nullptr && cell->block != nullptr) {
+      find({CheckFault::out_of_range, cell->block, begin, end}, work, true, known);
+    } else if (cell != nullptr && cell->extent == Extent::freed) {
+      find({CheckFault::use_after_free, block, begin, end, cell->write}, work, true, known);
+    } else {
+      check_free(work, known, begin, end);
+    }
+    deliver();
+    enqueued(on);
+    // A point in the stream's order, behind which nothing was put yet: an event recorded just before stands for it too.
+    work.time = on.clock.at(on.actor);
+    map_.put(begin, end, {.block = block, .extent = Extent::freed, .write = work});
+  }
+
+  void name_part(AccessRange memory, std::string_view name) {
+    const auto [begin, end] = range_of(memory);
+    const Cell* cell = map_.find(begin);
+    if (cell == nullptr || cell->block == nullptr) return;
+    MemoryBlock& block = *cell->block;
+    if (block.begin != begin || block.end != end) return block.parts.put(begin, end, name);
+    block.name = name;
+    block.parts.clear();
+  }
+
+  // The memory of an arena that ends is what it was before, whatever became of its blocks.
+  void undivide(Address begin, Address end) {
+    const auto is_division = [&](const std::shared_ptr<MemoryBlock>& block) {
+      return block != nullptr && block->division && block->begin == begin && block->end == end;
+    };
+    map_.visit(begin, end, [&](Address, Cell& cell) {
+      if (cell.block == nullptr) return;
+      if (cell.extent != Extent::divided && is_division(cell.block->outer)) cell.block = cell.block->outer;
+      if (!is_division(cell.block)) return;
+      cell.block = cell.block->outer;
+      cell.extent = Extent::open;
+    });
   }
 
   // ------------------------------------------------------------------------------------------------ checks
 
   enum class Reads : std::uint8_t { nothing, for_a_copy, content };
 
+  // What is wrong with an access, and with which bytes.
+  struct Finding {
+    CheckFault fault = {};
+    std::shared_ptr<MemoryBlock> block = {};
+    Address first = 0;
+    Address last = 0;
+    AccessStamp earlier = {};
+    bool earlier_writes = false;
+  };
+  // Keeps the first finding, with the bytes behind it that it is true of as well.
+  static void extend(std::optional<Finding>& kept, const Finding& next) {
+    if (!kept) {
+      kept = next;
+    } else if (kept->fault == next.fault && kept->last == next.first && kept->earlier == next.earlier &&
+               kept->block == next.block) {
+      kept->last = next.last;
+    }
+  }
+
   // Whether `work`, which knows of `clock`, may touch the range. One report for each range.
-  void check(const AccessStamp& work, const detail::VectorClock& clock, AccessRange range, Reads reads, bool writes) {
+  void check(const AccessStamp& work, const JoinedClock& clock, AccessRange range, Reads reads, bool writes) {
     if (range.bytes == Bytes{}) return;
     const auto [begin, end] = range_of(range);
-    const bool known = map_.touches(begin, end);
-    bool reported = false;
-    std::optional<std::uint64_t> block;
-    const auto report = [&](CheckFault fault, const AccessStamp* earlier, Address first, Address last) {
-      if (!std::exchange(reported, true)) find(fault, work, writes, earlier, first, last, clock);
+    std::optional<Finding> finding;
+    std::optional<std::shared_ptr<MemoryBlock>> block;  // that the access begins in
+    const auto look = [&](Address first, Address last, const Cell& cell) {
+      if (!block) block = cell.block;
+      Finding next{.block = *block, .first = first, .last = last};
+      if (*block != cell.block || cell.extent == Extent::divided) {
+        next.fault = CheckFault::out_of_range;
+      } else if (cell.extent == Extent::freed) {
+        next.fault = CheckFault::use_after_free;
+        next.earlier = cell.write;
+      } else if (const AccessStamp* conflict = conflict_of(cell, clock, writes)) {
+        const bool host = work.by == AccessBy::host || conflict->by == AccessBy::host;
+        next.fault = conflict->by == AccessBy::release ? CheckFault::unordered_reuse
+                     : host                            ? CheckFault::host_access
+                     : writes                          ? CheckFault::write_before_access
+                                                       : CheckFault::read_before_write;
+        next.earlier = *conflict;
+        next.earlier_writes = conflict == &cell.write;
+      } else if (reads == Reads::content && !cell.defined) {
+        next.fault = CheckFault::uninitialised_read;
+        next.earlier = cell.write;
+        next.earlier_writes = true;
+      } else {
+        return;
+      }
+      extend(finding, next);
     };
+    const Cell unknown{.defined = true};
     map_.visit(
-        begin, end,
-        [&](Address first, Cell& cell) {
-          if (cell.extent == Extent::freed) return report(CheckFault::use_after_free, &cell.write, first, cell.end);
-          if (cell.extent == Extent::divided || block.value_or(cell.block) != cell.block) {
-            return report(CheckFault::out_of_range, nullptr, first, cell.end);
-          }
-          block = cell.block;
-          const auto conflict = [&](const AccessStamp& earlier) {
-            const bool host = work.by == AccessBy::host || earlier.by == AccessBy::host;
-            const bool reuse = earlier.by == AccessBy::release;
-            report(reuse    ? CheckFault::unordered_reuse
-                   : host   ? CheckFault::host_access
-                   : writes ? CheckFault::write_before_access
-                            : CheckFault::read_before_write,
-                   &earlier, first, cell.end);
-          };
-          if (!cell.write.before(clock)) conflict(cell.write);
-          for (const AccessStamp& read : cell.reads) {
-            if (writes && !read.before(clock)) conflict(read);
-          }
-          if (reads == Reads::content && !cell.defined) {
-            report(CheckFault::uninitialised_read, &cell.write, first, cell.end);
-            cell.defined = true;  // said once
-          }
-        },
-        [&](Address first, Address last) {
-          if (known) report(CheckFault::out_of_range, nullptr, first, last);
-        });
+        begin, end, [&](Address first, const Cell& cell) { look(first, cell.end, cell); },
+        [&](Address first, Address last) { look(first, last, unknown); });
+    if (finding) find(*finding, work, writes, clock);
   }
-
-  void check_free(const AccessStamp& work, const detail::VectorClock& clock, Address first, const Cell& cell) {
-    if (!cell.write.before(clock)) {
-      return find(CheckFault::free_under_work, work, true, &cell.write, first, cell.end, clock);
-    }
+  // The access of the cell that comes to nobody's order.
+  static const AccessStamp* conflict_of(const Cell& cell, const JoinedClock& clock, bool writes) {
+    if (!cell.write.before(clock)) return &cell.write;
+    if (!writes) return nullptr;
     for (const AccessStamp& read : cell.reads) {
-      if (!read.before(clock)) return find(CheckFault::free_under_work, work, true, &read, first, cell.end, clock);
+      if (!read.before(clock)) return &read;
     }
+    return nullptr;
+  }
+  void check(const Pending& pending, const JoinedClock& clock) {
+    for (const AccessRange& range : pending.reads) check(pending.work, clock, range, Reads::content, false);
+    for (const AccessRange& range : pending.writes) check(pending.work, clock, range, Reads::nothing, true);
   }
 
-  // Memory that this device did not allocate takes part from its first use on.
-  void adopt(Address begin, Address end) {
-    if (!map_.touches(begin, end)) map_.put(begin, end, {.block = ++last_block_, .defined = true});
+  void check_free(const AccessStamp& work, const JoinedClock& clock, Address begin, Address end) {
+    std::optional<Finding> finding;
+    map_.visit(begin, end, [&](Address first, const Cell& cell) {
+      if (const AccessStamp* conflict = conflict_of(cell, clock, true)) {
+        extend(finding, {CheckFault::free_under_work, cell.block, first, cell.end, *conflict, conflict == &cell.write});
+      }
+    });
+    if (finding) find(*finding, work, true, clock);
   }
 
   void apply_read(const AccessStamp& work, AccessRange range) {
-    if (range.bytes == Bytes{}) return;
     const auto [begin, end] = range_of(range);
-    adopt(begin, end);
+    map_.fill_gaps(begin, end);
     map_.visit(begin, end, [&](Address, Cell& cell) {
+      if (cell.extent != Extent::open) return;
       for (AccessStamp& read : cell.reads) {
         if (read.actor == work.actor) {
           read = work;
@@ -703,12 +824,12 @@ class CheckedDevice {
       }
       cell.reads.push_back(work);
     });
+    map_.join(begin, end);
   }
 
   void apply_write(const AccessStamp& work, AccessRange range, bool defined = true) {
-    if (range.bytes == Bytes{}) return;
     const auto [begin, end] = range_of(range);
-    adopt(begin, end);
+    map_.fill_gaps(begin, end);
     map_.visit(begin, end, [&](Address, Cell& cell) {
       if (cell.extent != Extent::open) return;
       cell.write = work;
@@ -719,192 +840,189 @@ class CheckedDevice {
   }
 
   void apply(StreamState& on, Pending& pending) {
-    pending.work.time = on.clock.tick(on.actor);
+    start(on, pending.work);
     for (const AccessRange& range : pending.reads) apply_read(pending.work, range);
     for (const AccessRange& range : pending.writes) apply_write(pending.work, range);
+  }
+  // A launch has succeeded, and uses up the note.
+  void launched(StreamState& on, std::string_view name, At at) {
+    Pending pending = std::exchange(on.pending, {});
+    if (pending.noted) return apply(on, pending);
+    enqueued(on);
+    if (!undeclared_.insert(std::string{name}).second) return;
+    CheckReport report{.fault = CheckFault::undeclared_kernel};
+    report.later = {.what = "launches '" + std::string{name} + "'", .actor = actors_[on.actor].name, .at = at};
+    report.remedy = "call note_access before it: what it touches is not checked";
+    note(std::move(report));
   }
 
   template <class To, class From>
   void copy(To to, From from, StreamRef stream, At at) {
     const std::scoped_lock lock{mutex_};
     StreamState& on = *stream.state_;
-    enqueued(on);
-    AccessStamp work = stamp(on, AccessBy::copy, "copy", at);
-    check(work, on.clock, from, Reads::for_a_copy, false);
-    check(work, on.clock, to, Reads::nothing, true);
+    AccessStamp work = stamp(on, AccessBy::copy, at);
+    check(work, known_on(on), from, Reads::for_a_copy, false);
+    check(work, known_on(on), to, Reads::nothing, true);
     deliver();
     device_.copy_async(to, from, stream.inner(), at);
-    work.time = on.clock.tick(on.actor);
+    start(on, work);
+    apply_read(work, from);
     struct Piece {
       std::uint64_t first, count;
       bool defined;
     };
     std::vector<Piece> pieces;
     const auto [begin, end] = range_of(from);
-    apply_read(work, from);
-    map_.visit(begin, end, [&, first_of_all = begin](Address first, Cell& cell) {
-      pieces.push_back({first - first_of_all, cell.end - first, cell.defined});
+    map_.visit(begin, end, [&, source = begin](Address first, const Cell& cell) {
+      pieces.push_back({first - source, cell.end - first, cell.defined});
     });
     for (const Piece& piece : pieces) apply_write(work, to.subspan(piece.first, piece.count), piece.defined);
   }
 
   template <class F>
-  void run_guarded(StreamRef stream, F&& callable, LaunchOptions options, const Pending& pending, At at) {
-    if constexpr (requires { options.declared; }) {
-      std::remove_pointer_t<decltype(options.declared)> declared{.reads = pending.reads, .writes = pending.writes};
-      options.declared = &declared;
-      device_.enqueue(stream.inner(), std::forward<F>(callable), options, at);
-      device_.synchronize(stream.inner(), at);  // `declared` ends here; one at a time is what this mode is for
-      if (!declared.violation) return;
-      const auto address = reinterpret_cast<Address>(declared.violation->address);
-      AccessStamp work = pending.work;
-      if (!pending.noted) work = stamp(*stream.state_, AccessBy::kernel, options.name, at);
-      find(CheckFault::undeclared_access, work, declared.violation->write, nullptr, address, address + 1,
-           stream.state_->clock);
-      deliver();
-    }
+  void run_guarded(StreamRef stream, F&& callable, LaunchOptions options, At at) {
+    StreamState& on = *stream.state_;
+    AccessStamp work = on.pending.noted ? on.pending.work : stamp(on, AccessBy::kernel, at, options.name);
+    std::remove_pointer_t<decltype(options.declared)> declared{.reads = on.pending.reads, .writes = on.pending.writes};
+    options.declared = &declared;
+    device_.enqueue(stream.inner(), std::forward<F>(callable), options, at);
+    device_.synchronize(stream.inner(), at);  // `declared` ends here; one at a time is what this mode is for
+    launched(on, options.name, at);
+    if (!declared.violation) return;
+    const auto address = reinterpret_cast<Address>(declared.violation->address);
+    const Cell* cell = map_.find(address);
+    find({.fault = CheckFault::undeclared_access,
+          .block = cell == nullptr ? nullptr : cell->block,
+          .first = address,
+          .last = address + 1},
+         work, declared.violation->write, known_on(on));
+    deliver();
   }
 
   // ------------------------------------------------------------------------------------------------ reports
 
   static std::string where(At at) { return std::string{at.file_name()} + ":" + std::to_string(at.line()); }
 
-  [[nodiscard]] CheckedAccess side(const AccessStamp& stamp, bool writes, Address first, Address last) {
+  [[nodiscard]] CheckedAccess side(const AccessStamp& stamp, bool writes, const MemoryBlock* block, Address first,
+                                   Address last) const {
     CheckedAccess access{.at = stamp.at};
     if (stamp.actor < actors_.size()) access.actor = actors_[stamp.actor].name;
-    const std::string label = stamp.label < labels_.size() ? labels_[stamp.label] : std::string{};
+    const std::string verb = writes ? " writes" : " reads";
     switch (stamp.by) {
       case AccessBy::nobody:
         access.what = "the allocation of";
         break;
       case AccessBy::kernel:
-        access.what = "'" + label + "'" + (writes ? " writes" : " reads");
+      case AccessBy::host:
+        access.what = "'" + labels_[stamp.label] + "'" + verb;
         break;
       case AccessBy::copy:
-        access.what = writes ? "a copy writes" : "a copy reads";
+        access.what = "a copy" + verb;
         break;
       case AccessBy::fill:
-        access.what = "a fill writes";
-        break;
-      case AccessBy::host:
-        access.what = "'" + label + "'" + (writes ? " writes" : " reads");
+        access.what = "a fill" + verb;
         break;
       case AccessBy::release:
         access.what = "the free of";
         break;
     }
-    Address begin = first;
-    if (const auto* block = blocks_.find(first, begin)) access.tensor = block->text;
-    access.first_byte = first - begin;
-    Address part_begin = first;
-    if (const auto* part = parts_.find(first, part_begin)) {
-      access.tensor = part->text + (access.tensor.empty() ? "" : "' in '" + access.tensor);
-      access.first_byte = first - part_begin;
+    access.tensor = block == nullptr ? "memory that the device did not allocate" : block->name;
+    access.memory = block == nullptr ? "memory of the caller" : block->device ? "HBM" : "pinned memory";
+    access.first_byte = first - (block == nullptr ? 0 : block->begin);
+    if (const auto* part = block == nullptr ? nullptr : block->parts.find(first)) {
+      access.tensor = part->text + "' in '" + access.tensor;
+      access.first_byte = first - part->begin;
     }
     access.bytes = Bytes{last - first};
-    const Cell* cell = map_.find(first);
-    access.memory = cell != nullptr && cell->device ? "HBM" : "host memory";
     return access;
   }
 
   // The missing edge from `earlier` to work of `actor`, which knows of `clock`.
-  [[nodiscard]] std::string remedy(detail::Actor actor, const AccessStamp& earlier, const detail::VectorClock& clock) {
+  [[nodiscard]] std::string missing_edge(detail::Actor actor, const AccessStamp& earlier,
+                                         const JoinedClock& clock) const {
     const ActorInfo& to = actors_[actor];
     const ActorInfo& from = actors_[earlier.actor];
     if (from.stream == nullptr) {
-      return to.stream == nullptr ? to.name + " must come after " + from.name + ", and say so (note_threads_joined)"
-                                  : "the work must be put on " + to.name + " after " + from.name + " is done with it";
+      return (to.stream == nullptr ? to.name : "the thread that puts the work on " + to.name) + " must come after " +
+             from.name + ", and say so (note_threads_joined)";
     }
-    const std::string must = to.stream == nullptr ? to.name + " must synchronize with " : to.name + " must wait for ";
-    const std::uint64_t knows = clock.at(earlier.actor);
+    const std::string must = to.name + (to.stream == nullptr ? " must synchronize with " : " must wait for ");
     std::string text;
     for (const Record& record : from.stream->records) {
       if (record.time < earlier.time) continue;
       text = must + "the event recorded at " + where(record.at) + " on " + from.name;
       break;
     }
-    if (text.empty()) {
-      text = to.stream == nullptr ? must + from.name + ", or with an event recorded on it behind that"
-                                  : must + "an event recorded on " + from.name + " behind that; none was recorded";
-    }
+    if (text.empty()) text = must + "an event recorded on " + from.name + " behind that; none was recorded";
     for (const Record& record : from.stream->records) {
-      if (record.time != knows) continue;
-      text += "; what it waited for, recorded at " + where(record.at) + ", came before";
+      if (record.time != clock.at(earlier.actor)) continue;
+      text += "; the one recorded at " + where(record.at) + " comes before it";
       break;
     }
     return text;
   }
+  [[nodiscard]] std::string remedy(const Finding& finding, const AccessStamp& work, const JoinedClock& clock) const {
+    switch (finding.fault) {
+      case CheckFault::undeclared_access:
+        return "name the range in note_access, or do not touch it";
+      case CheckFault::out_of_range:
+        if (finding.block == nullptr || finding.block->begin >= finding.first) return "no block is there";
+        return "'" + finding.block->name + "' has " + std::to_string(finding.block->end - finding.block->begin) +
+               " bytes";
+      case CheckFault::uninitialised_read:
+        return "nothing wrote them since they were allocated or given up, nor what was copied there";
+      case CheckFault::use_after_free:
+        return "the free must come behind it";
+      default:
+        return missing_edge(work.actor, finding.earlier, clock);
+    }
+  }
 
-  void find(CheckFault fault, const AccessStamp& work, bool writes, const AccessStamp* earlier, Address first,
-            Address last, const detail::VectorClock& clock) {
-    CheckReport report{.fault = fault, .later = side(work, writes, first, last)};
-    if (earlier != nullptr && earlier->by != AccessBy::nobody) {
-      // What was read last or written last: a write, unless the later access conflicts with it by writing itself.
-      const Cell* cell = map_.find(first);
-      const bool earlier_writes =
-          cell != nullptr && cell->write.actor == earlier->actor && cell->write.time == earlier->time;
-      report.earlier = side(*earlier, earlier_writes, first, last);
-      const bool order = fault != CheckFault::uninitialised_read && fault != CheckFault::use_after_free;
-      if (order) report.remedy = remedy(work.actor, *earlier, clock);
-    }
-    if (fault == CheckFault::undeclared_access) {
-      report.remedy = "name the range in note_access, or do not touch it";
-    } else if (fault == CheckFault::out_of_range) {
-      report.remedy = "the access must stay within one block";
-    } else if (fault == CheckFault::uninitialised_read) {
-      report.remedy = "nothing wrote them since they were allocated or given up";
-    }
+  void find(const Finding& finding, const AccessStamp& work, bool writes, const JoinedClock& clock) {
+    const auto seen = [&](const AccessStamp& stamp, bool wrote) {
+      return side(stamp, wrote, finding.block.get(), finding.first, finding.last);
+    };
+    CheckReport report{.fault = finding.fault, .later = seen(work, writes), .remedy = remedy(finding, work, clock)};
+    if (finding.earlier.by != AccessBy::nobody) report.earlier = seen(finding.earlier, finding.earlier_writes);
     found_.push_back(std::move(report));
   }
 
-  void warn_undeclared(const StreamState& on, std::string_view name, At at) {
-    if (!undeclared_.insert(std::string{name}).second) return;
-    CheckReport report{.fault = CheckFault::undeclared_kernel};
-    report.later = {.what = "launches '" + std::string{name} + "'", .actor = actors_[on.actor].name, .at = at};
-    report.remedy = "call note_access before it: what it touches is not checked";
-    note(std::move(report), false);
-  }
-
-  // Keeps a report; `told` when the caller learns of it by itself.
-  void note(CheckReport report, bool told) {
+  void note(CheckReport report) {
     if (check_.reports != nullptr) check_.reports->push_back(report);
-    reports_.push_back({std::move(report), told});
+    reports_.push_back(std::move(report));
   }
-  void note_found() noexcept {
-    for (CheckReport& report : found_) note(std::move(report), false);
+  void note_found() {
+    if (!device_.lost()) {
+      for (CheckReport& report : found_) note(std::move(report));
+    }
     found_.clear();
   }
   // Throws the first of what was found, if the options say so.
   void deliver() {
     if (found_.empty()) return;
-    std::vector<CheckReport> found = std::exchange(found_, {});
-    for (const CheckReport& report : found) note(report, check_.throws);
-    if (check_.throws) throw CheckError{found.front()};
+    const CheckReport first = found_.front();
+    const bool lost = device_.lost();
+    note_found();
+    if (check_.throws && !lost) throw CheckError{first};
   }
-
-  struct Noted {
-    CheckReport report;
-    bool told;
-  };
 
   D device_;
   CheckOptions check_;
   mutable std::mutex mutex_;  // never taken by stream work
   std::vector<std::unique_ptr<StreamState>> streams_;
   std::vector<ActorInfo> actors_;
-  std::unordered_map<std::thread::id, HostState> hosts_;
-  std::uint64_t live_streams_ = 0;
+  std::map<std::weak_ptr<const char>, HostState, std::owner_less<>> hosts_;
+  std::unordered_map<std::string, std::uint64_t> stream_names_;
+  std::atomic<std::uint64_t> live_streams_ = 0;
   std::shared_ptr<std::atomic<std::uint64_t>> live_events_ = std::make_shared<std::atomic<std::uint64_t>>(0);
   std::map<Address, Reservation> reservations_;
   detail::AccessMap map_;
-  detail::RangeNames blocks_;
-  detail::RangeNames parts_;
-  std::uint64_t last_block_ = 0;
   std::unordered_map<std::string, std::uint32_t> label_ids_;
   std::vector<std::string> labels_;
   std::unordered_set<std::string> undeclared_;
   std::vector<CheckReport> found_;  ///< by the call that runs
-  mutable std::vector<Noted> reports_;
+  std::vector<CheckReport> reports_;
+  mutable std::size_t told_ = 0;  ///< how many of them the caller has asked for
 };
 
 }  // namespace hbmoff

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <source_location>
 #include <string>
 #include <string_view>
@@ -20,12 +23,25 @@ class VectorClock {
  public:
   [[nodiscard]] std::uint64_t at(Actor actor) const { return actor < times_.size() ? times_[actor] : 0; }
   std::uint64_t tick(Actor actor) {
-    grow(actor + 1);
+    grow(actor + std::size_t{1});
     return ++times_[actor];
   }
-  void join(const VectorClock& other) {
+  /// Knows what `other` knows as well. False when it did already.
+  bool join(const VectorClock& other) {
+    bool learned = false;
     grow(other.times_.size());
-    for (std::size_t i = 0; i < other.times_.size(); ++i) times_[i] = (std::max)(times_[i], other.times_[i]);
+    for (std::size_t i = 0; i < other.times_.size(); ++i) {
+      if (other.times_[i] <= times_[i]) continue;
+      times_[i] = other.times_[i];
+      learned = true;
+    }
+    return learned;
+  }
+  [[nodiscard]] bool knows(const VectorClock& other) const {
+    for (std::size_t i = 0; i < other.times_.size(); ++i) {
+      if (other.times_[i] > at(static_cast<Actor>(i))) return false;
+    }
+    return true;
   }
 
  private:
@@ -33,6 +49,19 @@ class VectorClock {
     if (times_.size() < size) times_.resize(size, 0);
   }
   std::vector<std::uint64_t> times_;
+};
+
+/// What work would know if it were put on a stream now: what the stream does, and the thread that calls. (Joined only
+/// when the call has succeeded.)
+class JoinedClock {
+ public:
+  JoinedClock(const VectorClock& stream, const VectorClock& caller) : stream_{stream}, caller_{caller} {}
+  explicit JoinedClock(const VectorClock& caller) : JoinedClock{caller, caller} {}
+  [[nodiscard]] std::uint64_t at(Actor actor) const { return (std::max)(stream_.at(actor), caller_.at(actor)); }
+
+ private:
+  const VectorClock& stream_;
+  const VectorClock& caller_;
 };
 
 /// What kind of thing touched memory.
@@ -43,41 +72,85 @@ struct AccessStamp {
   Actor actor = 0;
   AccessBy by = AccessBy::nobody;
   std::uint32_t label = 0;
-  std::uint64_t time = 0;  ///< the actor's; 0 is before everything
+  std::uint64_t time = 0;  ///< the actor's; 0 is before everything. A free has that of the work before it.
   std::source_location at = {};
 
-  [[nodiscard]] bool before(const VectorClock& clock) const { return time == 0 || clock.at(actor) >= time; }
+  [[nodiscard]] bool before(const JoinedClock& clock) const { return time == 0 || clock.at(actor) >= time; }
+  friend bool operator==(const AccessStamp& a, const AccessStamp& b) {
+    return a.actor == b.actor && a.by == b.by && a.time == b.time;
+  }
+};
+
+/// Names of ranges. A new name ends the names of all ranges that it overlaps.
+class RangeNames {
+ public:
+  using Address = std::uintptr_t;
+  struct Name {
+    Address begin;
+    Address end;
+    std::string text;
+  };
+
+  void put(Address begin, Address end, std::string_view text) {
+    if (begin == end) return;
+    auto it = names_.upper_bound(begin);
+    if (it != names_.begin() && std::prev(it)->second.end > begin) --it;
+    while (it != names_.end() && it->first < end) it = names_.erase(it);
+    names_.emplace_hint(it, begin, Name{begin, end, std::string{text}});
+  }
+  /// The name of what `address` lies in, or null.
+  [[nodiscard]] const Name* find(Address address) const {
+    const auto it = names_.upper_bound(address);
+    if (it == names_.begin() || std::prev(it)->second.end <= address) return nullptr;
+    return &std::prev(it)->second;
+  }
+  void clear() { names_.clear(); }
+
+ private:
+  std::map<Address, Name> names_;
+};
+
+/// Bytes that belong together: an allocation, a block, or all that an arena divides. Lives as long as a range of memory
+/// says that it lies, or lay, in it.
+struct MemoryBlock {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+  bool device = false;  ///< HBM; else pinned memory
+  bool division = false;  ///< all that an arena divides
+  std::string name = {};
+  std::shared_ptr<MemoryBlock> outer = {};  ///< what it was cut out of
+  RangeNames parts = {};
 };
 
 /// Whether a byte may be touched.
 enum class Extent : std::uint8_t {
-  open,     ///< yes
+  open,  ///< yes
   divided,  ///< it belongs to an arena, and to no block of it
-  freed,    ///< its block was freed
+  freed,  ///< its block was freed
 };
 
-/// Ranges of addresses [begin, end) of a few properties each: a map from where a range begins. Ranges are split where
-/// accesses cut them and joined again by writes.
+/// What is known of memory, byte for byte, kept as ranges ("cells") that are split where accesses cut them and joined
+/// again where neighbours say the same. Empty ranges may be given everywhere, and change nothing.
 class AccessMap {
  public:
   using Address = std::uintptr_t;
 
   struct Cell {
     Address end = 0;
-    std::uint64_t block = 0;    ///< which block it lies in; accesses must not cross blocks
+    std::shared_ptr<MemoryBlock> block = {};  ///< accesses must not leave it; null: memory of the caller's own
     Extent extent = Extent::open;
-    bool device = false;        ///< HBM; else pinned memory
-    bool defined = false;       ///< something was written
-    AccessStamp write = {};     ///< the last write, or the free of the block that was here before
+    bool defined = false;  ///< something was written since it was allocated or given up
+    AccessStamp write = {};  ///< the last write, or the free of the block that was here before
     std::vector<AccessStamp> reads = {};  ///< since then, the latest of each actor
   };
   using Cells = std::map<Address, Cell>;
   using iterator = Cells::iterator;
 
-  /// Cells that cover [begin, end) exactly where they exist, cut at both ends: call `f(begin, cell)` on each and
-  /// `gap(begin, end)` on each stretch where nothing is.
+  /// Cuts cells at both ends of [begin, end), and calls `f(begin, cell)` on each cell in it and `gap(begin, end)` on each
+  /// stretch where none is, in order.
   template <class F, class Gap>
   void visit(Address begin, Address end, F&& f, Gap&& gap) {
+    if (begin == end) return;
     cut(begin);
     cut(end);
     Address next = begin;
@@ -94,10 +167,11 @@ class AccessMap {
   }
 
   /// Makes [begin, end) one cell.
-  Cell& put(Address begin, Address end, Cell cell) {
+  void put(Address begin, Address end, Cell cell) {
+    if (begin == end) return;
     erase(begin, end);
     cell.end = end;
-    return cells_.insert_or_assign(begin, std::move(cell)).first->second;
+    cells_.emplace(begin, std::move(cell));
   }
   void erase(Address begin, Address end) {
     cut(begin);
@@ -118,17 +192,17 @@ class AccessMap {
       cells_.erase(next);
     }
   }
-  [[nodiscard]] bool touches(Address begin, Address end) const {
-    auto it = cells_.upper_bound(begin);
-    if (it != cells_.begin() && std::prev(it)->second.end > begin) return true;
-    return it != cells_.end() && it->first < end;
+  /// Makes cells of all of [begin, end): where there is none yet, of the caller's own memory, which has content.
+  void fill_gaps(Address begin, Address end) {
+    std::vector<std::pair<Address, Address>> gaps;
+    visit(begin, end, [](Address, Cell&) {}, [&](Address first, Address last) { gaps.emplace_back(first, last); });
+    for (const auto& [first, last] : gaps) cells_.emplace(first, Cell{.end = last, .defined = true});
   }
   /// The cell that `address` lies in, or null.
   [[nodiscard]] const Cell* find(Address address) const {
-    auto it = cells_.upper_bound(address);
-    if (it == cells_.begin()) return nullptr;
-    --it;
-    return it->second.end > address ? &it->second : nullptr;
+    const auto it = cells_.upper_bound(address);
+    if (it == cells_.begin() || std::prev(it)->second.end <= address) return nullptr;
+    return &std::prev(it)->second;
   }
   [[nodiscard]] std::size_t size() const { return cells_.size(); }
 
@@ -143,39 +217,11 @@ class AccessMap {
     cells_.emplace_hint(std::next(it), at, std::move(upper));
   }
   static bool same(const Cell& a, const Cell& b) {
-    return a.block == b.block && a.extent == b.extent && a.defined == b.defined && a.write.actor == b.write.actor &&
-           a.write.time == b.write.time && a.reads.empty() && b.reads.empty();
+    return a.block == b.block && a.extent == b.extent && a.defined == b.defined && a.write == b.write &&
+           a.reads == b.reads;
   }
 
   Cells cells_;
-};
-
-/// Names of ranges. A name of a range hides those of ranges that begin in it.
-class RangeNames {
- public:
-  using Address = std::uintptr_t;
-  struct Name {
-    Address end;
-    std::string text;
-  };
-
-  void put(Address begin, Address end, std::string_view text) {
-    names_.erase(names_.lower_bound(begin), names_.lower_bound(end));
-    names_.insert_or_assign(begin, Name{end, std::string{text}});
-  }
-  void erase(Address begin, Address end) { names_.erase(names_.lower_bound(begin), names_.lower_bound(end)); }
-  /// The range that `address` lies in, or null; `begin` is set.
-  [[nodiscard]] const Name* find(Address address, Address& begin) const {
-    auto it = names_.upper_bound(address);
-    if (it == names_.begin()) return nullptr;
-    --it;
-    if (it->second.end <= address) return nullptr;
-    begin = it->first;
-    return &it->second;
-  }
-
- private:
-  std::map<Address, Name> names_;
 };
 
 }  // namespace hbmoff::detail
