@@ -1,6 +1,8 @@
 // The library under CheckedDevice: no report, and the same bits.
 #include <cstdint>
+#include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -20,11 +22,11 @@ namespace {
 constexpr AdamWStep clipped{.gradient_scale = 0.25f, .max_norm = 1.5f, .skip_nonfinite = true};
 
 template <std::uint32_t Depth, class Policy>
-void check_training(Policy policy, PagedAdamWOptions options) {
+void check_training(Policy policy, PagedAdamWOptions options, bool debug_protection = false) {
   INFO("page ", options.page.count(), " depth ", Depth);
   constexpr std::uint32_t groups = 6;
   options.fill_evicted = true;
-  Rig<Checked> rig{mixed_tensors(groups)};
+  Rig<Checked> rig{mixed_tensors(groups), {.debug_protection = debug_protection}};
   AdamWModel model{rig.specs, rig.seed};
   {
     PagedAdamW<Checked, Policy, Depth> optimizer{rig.hbm, rig.host, policy, options};
@@ -71,6 +73,48 @@ TEST_CASE("the optimizer is in order at every depth, page size and policy") {
     check_training<3>(KeepResident{}, {.page = page});
     check_training<3>(OffloadLargerThan{Bytes{512}}, {.page = page});
   }
+}
+
+TEST_CASE("the optimizer's kernels touch what they declare, and nothing else") {
+  const Watchdog watchdog{"declared optimizer", std::chrono::seconds{240}};
+  check_training<3>(OffloadOptimizerState{}, {.page = 7_KiB}, true);
+  check_training<2>(KeepResident{}, {.page = 7_KiB}, true);
+}
+
+TEST_CASE("a kernel that touches more than it declares is reported with its name") {
+  const Watchdog watchdog{"undeclared"};
+  std::vector<CheckReport> reports;
+  {
+    CheckedDevice<HostDevice> device{{.hbm_capacity = 1_MiB, .debug_protection = true},
+                                     {.reports = &reports, .throws = false}};
+    const auto stream = device.create_stream("compute");
+    HbmArena hbm{device, 64_KiB};
+    const auto x = hbm.allocate(8_KiB, "x", Role::other, stream), y = hbm.allocate(8_KiB, "y", Role::other, stream);
+    const auto launch = [&](const char* name, AccessList reads, AccessList writes, auto&& kernel) {
+      device.note_access(stream, name, reads, writes);
+      device.enqueue(stream, kernel, {.name = name});
+    };
+    const auto in = x.as<float>(), out = y.as<float>();
+    launch("honest fill", {}, {in}, [in] { std::memset(in.data(), 0, in.size_bytes().count()); });
+    launch("honest copy", {in}, {out}, [=] { std::memcpy(out.data(), in.data(), in.size_bytes().count()); });
+    CHECK(reports.empty());
+    launch("reader", {in.subspan(0, 1024)}, {out}, [=] { out.data()[0] = in.data()[1024]; });
+    launch("writer of what it reads", {in, out}, {}, [=] { out.data()[0] = in.data()[0]; });
+    launch("one past", {}, {out.subspan(0, 4)}, [=] { out.data()[4] = 1.0f; });
+    launch("nothing declared", {}, {}, [=] { out.data()[0] = 2.0f; });
+    device.enqueue(stream, [=] { out.data()[0] = 3.0f; }, {.name = "no note at all"});
+    launch("honest again", {in}, {out}, [=] { out.data()[0] = in.data()[0]; });
+  }
+  std::vector<std::string> faults;
+  for (const CheckReport& report : reports) {
+    if (report.fault == CheckFault::undeclared_access) faults.push_back(report.later.message());
+  }
+  REQUIRE(faults.size() == 5);
+  CHECK(faults[0].find("'reader' reads bytes 4096 to 4096 of 'x'") != std::string::npos);
+  CHECK(faults[1].find("'writer of what it reads' writes bytes 0 to 0 of 'y'") != std::string::npos);
+  CHECK(faults[2].find("'one past' writes bytes 1") != std::string::npos);  // the first of its bytes that changed
+  CHECK(faults[3].find("'nothing declared' writes bytes 0 to 0 of 'y'") != std::string::npos);
+  CHECK(faults[4].find("'no note at all' writes bytes 0 to 0 of 'y'") != std::string::npos);
 }
 
 TEST_CASE("activations are in order at every depth and policy") {
