@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "hbmoff/device/checked_device.hpp"
 #include "hbmoff/hbmoff.hpp"
 
 namespace {

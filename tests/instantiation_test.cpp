@@ -16,6 +16,7 @@ template class memory_span<const bf16, DeviceSpace>;
 template class memory_span<std::byte, PinnedSpace>;
 template class memory_span<const fp16, PinnedSpace>;
 
+template class CheckedDevice<HostDevice>;
 template class Recorder<HostDevice>;
 template class Arena<HostDevice, DeviceSpace>;
 template class Arena<HostDevice, PinnedSpace>;

@@ -7,6 +7,7 @@
 #include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
 #include "hbmoff/core/version.hpp"
+#include "hbmoff/device/checked_device.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/device/host_device.hpp"
 #include "hbmoff/memory/block_allocator.hpp"

@@ -35,7 +35,7 @@ STANDARD = set("""
 """.split())
 
 # Headers of the operating system and of the processor's vector instructions: nothing to install. Core needs none.
-PLATFORM = re.compile(r"(sys|linux|arpa)/\w+\.h|(unistd|fcntl|pthread|sched|errno|signal|time|immintrin|emmintrin|xmmintrin|cpuid|"
+PLATFORM = re.compile(r"(sys|linux|arpa)/\w+\.h|(unistd|fcntl|pthread|sched|errno|signal|ucontext|time|immintrin|emmintrin|xmmintrin|cpuid|"
                       r"xsave|arm_neon)\.h|(sanitizer)/\w+\.h")
 CUDA = re.compile(r"cuda|cub/|cublas|thrust/|nv/|nccl|curand|cooperative_groups|mma\.h")
 CUDA_HEADERS = {"cuda.hpp", "device/cuda_device.hpp"}  # and every .cuh

@@ -33,7 +33,6 @@ inline bool swapped() { return swap && applies_now(); }
 
 #include <doctest/doctest.h>
 
-#include "hbmoff/device/checked_device.hpp"
 #include "hbmoff/hbmoff.hpp"
 #include "ordering_sites.hpp"
 #include "support/immediate_device.hpp"
