@@ -494,9 +494,14 @@ TEST_CASE("a store that does not fit throws and gives everything back") {
   Bench bench{64_KiB};
   const BundleLayout layout{{{.info = {.name = "x", .count = 4096}}}, 1};
   using Store = ActivationStore<LoggingDevice, OffloadAll, 3>;
-  CHECK_THROWS_AS((Store{bench.hbm, bench.host, OffloadAll{}, 5, layout}), OutOfMemory);  // host: 5 x 16 KiB
+  const auto refused_by = [&](std::uint32_t layers, const BundleLayout& of_a_layer) {
+    const auto error = thrown_by<OutOfMemory>([&] { Store{bench.hbm, bench.host, OffloadAll{}, layers, of_a_layer}; });
+    REQUIRE(error);
+    return error->details().tier;
+  };
+  CHECK(refused_by(5, layout) == Tier::pinned_host);  // 5 x 16 KiB
   const BundleLayout wide{{{.info = {.name = "x", .count = 6000}}}, 1};
-  CHECK_THROWS_AS((Store{bench.hbm, bench.host, OffloadAll{}, 2, wide}), OutOfMemory);  // HBM: 3 x 24 KB
+  CHECK(refused_by(2, wide) == Tier::hbm);  // 3 x 24 KB
   CHECK(bench.hbm.try_allocate(64_KiB, "all", Role::other, bench.stream).has_value());
   CHECK(bench.host.try_allocate(64_KiB, "all", Role::other, bench.stream).has_value());
 }
@@ -523,6 +528,7 @@ TEST_CASE("a refused save changes nothing, and a new forward leaves nothing of t
   for (std::uint32_t l = 10; l-- > 0;) {
     auto saved = store.restore(l, stream);
     CHECK(saved.rows() == 8);
+    CHECK(saved.tensor<float>(0).count() == 512);
     device.enqueue(stream, [x = saved.tensor<float>(0), l, &wrong] {
       for (std::uint64_t i = 0; i < x.count(); ++i) wrong += !(x.data()[i] == static_cast<float>(l));
     });
@@ -549,6 +555,12 @@ TEST_CASE("scratch makes no call on the copy streams: an observed step can be co
   for (std::uint32_t l = 0; l < 8; ++l) store.save(l, stream).commit();
   for (std::uint32_t l = 8; l-- > 0;) (void)store.restore(l, stream);
   device.synchronize(HostDevice::StreamRef{stream});
-  recorder.collect([](const auto& interval) { CHECK(interval.activity == Activity::stall); });
+  std::uint64_t stalls = 0;
+  recorder.collect([&](const auto& interval) {
+    CHECK(interval.activity == Activity::stall);
+    ++stalls;
+  });
+  CHECK(stalls == 2 * 8);  // one a lease
+  CHECK(recorder.dropped() == 0);
   CHECK(store.stats().h2d_bytes + store.stats().d2h_bytes + store.stats().fills + store.stats().write_backs == 0);
 }

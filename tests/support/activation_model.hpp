@@ -86,12 +86,14 @@ void enqueue_compute(D& device, typename D::StreamRef stream, const Bundle& bund
     });
   });
 }
-/// Puts a kernel on `stream` that counts the elements of a tensor that are not what was saved.
+/// Puts a kernel on `stream` that counts the elements of a tensor that are not what was saved. Checks that the tensor has
+/// as many as its rows ask for.
 template <Device D, class Bundle>
 void enqueue_verify(D& device, typename D::StreamRef stream, const Bundle& bundle, const BundleLayout& layout,
                     std::uint64_t pass, std::uint32_t layer, std::uint32_t tensor, std::uint64_t* wrong) {
   with_type(layout.tensors[tensor].info.dtype, [&]<class T>(T) {
     const device_span<const T> from = bundle.template tensor<T>(tensor);
+    CHECK(from.count() == layout.tensors[tensor].info.count / layout.rows * bundle.rows());
     device.note_access(stream, "verify", {from}, {});
     device.enqueue(stream, [=] {
       for (std::uint64_t i = 0; i < from.count(); ++i) {
