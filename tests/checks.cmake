@@ -21,6 +21,11 @@ hbmoff_add_check(instantiated check ${CMAKE_CURRENT_SOURCE_DIR}/checks/instantia
 file(GLOB_RECURSE example_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/examples/*.cpp ${PROJECT_SOURCE_DIR}/examples/*.hpp)
 hbmoff_add_check(readme check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme.py ${PROJECT_SOURCE_DIR}/README.md ${example_sources})
 
+if(TARGET check_ordering)
+  hbmoff_add_check(readme_report check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme_report.py ${PROJECT_SOURCE_DIR}/README.md
+    $<TARGET_FILE:check_ordering>)
+endif()
+
 # One version of clang-format decides; a missing one is a failure, not a pass.
 find_program(HBMOFF_CLANG_FORMAT clang-format-19)
 if(NOT HBMOFF_CLANG_FORMAT)
