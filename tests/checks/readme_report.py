@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 
-blocks = re.findall(r"^```\n(.*?)^```", pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"), flags=re.M | re.S)
+text = pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")
+blocks = [block for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)]
 printed = subprocess.run([sys.argv[2]], check=True, capture_output=True, text=True).stdout
 printed = re.sub(r"at \S*(examples/check_ordering\.cpp)", r"at \1", printed)
 reports = [block for block in blocks if "check_ordering.cpp" in block]
