@@ -75,7 +75,15 @@ struct OptimizerPageState {
       false;  ///< its home holds that step's state whole. Else a copy to it may have been cut short, or it has none
 };
 
-/// The states of AdamW, for `read` and `write`.
+/// Elements [first, first + count) of a tensor's state, as the given step left them.
+struct SalvagedRange {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;
+  std::uint64_t step = 0;  ///< as `OptimizerPageState::step`
+  friend bool operator==(const SalvagedRange&, const SalvagedRange&) = default;
+};
+
+/// The states of AdamW, for `read`, `write` and `salvage`.
 enum class OptimizerState : std::uint8_t { first_moment, second_moment, master_weight };
 
 /// What `refresh` does to the moments.
@@ -280,13 +288,27 @@ class PagedAdamW {
   [[nodiscard]] std::vector<OptimizerPageState> page_states() const {
     std::vector<OptimizerPageState> states;
     for (std::uint32_t p = 0; p < writes_.size(); ++p) {
-      // What is in its slot only has left the home as it was before.
-      const bool in_slot = p < offloaded_ && scheduler_->dirty(static_cast<PageId>(p));
-      const PageWrite& write = in_slot ? writes_[p].before : writes_[p].last;
-      states.push_back(
-          {label_of(p), write.step, p < offloaded_ && write.operation != 0 && write.operation <= known_done_});
+      const auto [write, whole] = home_content(p);
+      states.push_back({label_of(p), write.step, whole});
     }
     return states;
+  }
+
+  /// Copies what whole pages (see `page_states`) hold of a tensor's state into `out` (as many elements as the tensor
+  /// has), and says which elements these are, in ascending order; the others of `out` stay as they are. For after the
+  /// loss of the context, when `read` cannot. Calls nothing on the device. Throws InvalidArgument where `read` does for
+  /// its arguments.
+  [[nodiscard]] std::vector<SalvagedRange> salvage(std::string_view name, OptimizerState state, std::span<float> out) const {
+    std::vector<SalvagedRange> ranges;
+    const std::uint32_t t = checked_index(name, state, out.size());
+    require_memory();
+    for_each_slice_of(t, state, [&](const AdamWPage&, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
+      const auto [write, whole] = home_content(p);
+      if (!whole) return;
+      copy_from_home(p, offset, out.subspan(slice.tensor_first, slice.count), "PagedAdamW::salvage");
+      ranges.push_back({slice.tensor_first, slice.count, write.step});
+    });
+    return ranges;
   }
 
   /// Blocks the calling thread until `step` has decided, and tells. Throws InvalidArgument for a step not made or more
@@ -315,9 +337,7 @@ class PagedAdamW {
         [&](const AdamWPage& page, std::uint32_t p, std::uint64_t offset, const AdamWSlice& slice) {
           std::span<float> part = out.subspan(slice.tensor_first, slice.count);
           if (page.home != Tier::hbm) {
-            const auto at_home = homes_[p]->memory().subspan(offset, part.size_bytes());
-            device().note_host_access("PagedAdamW::read", {at_home}, {});
-            std::memcpy(part.data(), at_home.data(), part.size_bytes());
+            copy_from_home(p, offset, part, "PagedAdamW::read");
           } else {
             through_staging(
                 offset, part.size_bytes(), [&](pinned_span<std::byte> staging, std::uint64_t at, std::uint64_t bytes) {
@@ -798,8 +818,8 @@ class PagedAdamW {
     known_done_ = operations_;
   }
 
-  template <class F>
-  void for_each_slice(std::string_view name, OptimizerState state, std::uint64_t count, F&& f) {
+  // The tensor's, for a state of it with `count` elements.
+  [[nodiscard]] std::uint32_t checked_index(std::string_view name, OptimizerState state, std::uint64_t count) const {
     const std::uint32_t t = index(id(name));
     if (count != infos_[t].count) {
       throw InvalidArgument{"tensor " + std::string{name} + " has " + std::to_string(infos_[t].count) +
@@ -808,7 +828,17 @@ class PagedAdamW {
     if (state == OptimizerState::master_weight && infos_[t].dtype == DType::fp32) {
       throw InvalidArgument{"tensor " + std::string{name} + " has fp32 weights and so no master weights"};
     }
+    return t;
+  }
+
+  template <class F>
+  void for_each_slice(std::string_view name, OptimizerState state, std::uint64_t count, F&& f) {
+    const std::uint32_t t = checked_index(name, state, count);
     settle_for_host();
+    for_each_slice_of(t, state, f);
+  }
+  template <class F>
+  void for_each_slice_of(std::uint32_t t, OptimizerState state, F&& f) const {
     for (std::uint32_t p = 0; p < layout_.pages.size(); ++p) {
       const AdamWPage& page = layout_.pages[p];
       for (std::uint32_t s = page.first_slice; s < page.first_slice + page.slice_count; ++s) {
@@ -817,6 +847,24 @@ class PagedAdamW {
           f(page, p, static_cast<std::uint64_t>(state) * page.stride() + slice.page_first * 4, slice);
       }
     }
+  }
+
+  struct HomeContent {
+    PageWrite write;
+    bool whole;
+  };
+  // What a page's home holds, as far as the host knows.
+  [[nodiscard]] HomeContent home_content(std::uint32_t p) const {
+    // What is in its slot only has left the home as it was before.
+    const bool in_slot = p < offloaded_ && scheduler_->dirty(static_cast<PageId>(p));
+    const PageWrite& write = in_slot ? writes_[p].before : writes_[p].last;
+    return {write, p < offloaded_ && write.operation != 0 && write.operation <= known_done_};
+  }
+
+  void copy_from_home(std::uint32_t p, std::uint64_t offset, std::span<float> to, const char* what) const {
+    const auto at_home = homes_[p]->memory().subspan(offset, to.size_bytes());
+    device().note_host_access(what, {at_home}, {});
+    std::memcpy(to.data(), at_home.data(), to.size_bytes());
   }
 
   // Device memory is reached through a piece of pinned memory that is taken for the time of the call.
