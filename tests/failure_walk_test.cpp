@@ -632,8 +632,15 @@ class Training {
   void step(std::uint64_t s) {
     const AdamWStep options{.gradient_scale = 0.5f, .max_norm = 1.0f, .skip_nonfinite = true};
     optimizer_->group(GroupId{1}).learning_rate = 0.01f / static_cast<float>(s);
+    const std::uint64_t written_before = optimizer_->stats().write_backs;
     attempt([&] {
       if (optimizer_->unfinished()) {
+        // A page is at this step where its write-back was put on its way, and only there. (A first step writes twice.)
+        const auto pages = optimizer_->page_states();
+        const auto here = std::count_if(pages.begin(), pages.begin() + optimizer_->offloaded_pages(),
+                                        [&](const OptimizerPageState& state) { return state.step == s - from_.step; });
+        const std::uint64_t written = optimizer_->stats().write_backs - written_before;
+        if (s - from_.step > 1) CHECK(static_cast<std::uint64_t>(here) == written);
         optimizer_->resume(*compute_);
       } else {
         optimizer_->step(*compute_, options);

@@ -298,7 +298,8 @@ class PagedAdamW {
   /// has), and says which elements these are, in ascending order; the others of `out` stay as they are. For after the
   /// loss of the context, when `read` cannot. Calls nothing on the device. Throws InvalidArgument where `read` does for
   /// its arguments.
-  [[nodiscard]] std::vector<SalvagedRange> salvage(std::string_view name, OptimizerState state, std::span<float> out) const {
+  [[nodiscard]] std::vector<SalvagedRange> salvage(std::string_view name, OptimizerState state,
+                                                   std::span<float> out) const {
     std::vector<SalvagedRange> ranges;
     const std::uint32_t t = checked_index(name, state, out.size());
     require_memory();
