@@ -67,6 +67,31 @@ refused "--page" "${small[@]}" --page 512
 refused "4 EiB" "${small[@]}" --layers 1000000 --channels 1000000 --heads 1
 refused "--save-every needs --save" "${small[@]}" --save-every 2
 
+refused "overlap" "${small[@]}" --keep-last 2 --recompute 2
+refused "--share-slots" "${small[@]}" --share-slots
+refused "--share-slots" "${small[@]}" --share-slots --offload optimizer
+
+# --- no file that is written is one that is read --------------------------------------------------------------------
+cp text.txt precious.txt
+ln precious.txt hard.txt
+ln -s precious.txt soft.txt
+mkdir folder && cp text.txt folder/part.txt
+ln -s ../folder/part.txt folder_link.txt
+for other in precious.txt ./precious.txt hard.txt soft.txt "$PWD/precious.txt"; do
+  refused "--data" "${small[@]}" --data precious.txt --log "$other"
+  refused "--data" "${small[@]}" --data precious.txt --save "$other"
+done
+refused "--save" "${small[@]}" --log both --save both
+refused "folder of --data" "${small[@]}" --data folder --log folder/log
+refused "folder of --data" "${small[@]}" --data folder --save folder/below/save
+check "the data is as it was" cmp text.txt precious.txt
+check "the folder is as it was" test "$(ls folder)" = part.txt
+run 0 "${small[@]}" --steps 1 --decay-steps 3 --save first.ckpt
+cp first.ckpt kept.ckpt
+refused "--resume" --resume first.ckpt --log first.ckpt --steps 2
+check "the saved file is as it was" cmp first.ckpt kept.ckpt
+run 0 --resume first.ckpt --save first.ckpt --steps 2  # on to itself is how one goes on
+
 # --- data -----------------------------------------------------------------------------------------------------------
 : >empty.txt
 head -c 100 text.txt >short.txt
@@ -181,7 +206,28 @@ for percent in 99 80 60 50; do over $((resident * percent / 100)) "${deep[@]}"; 
 over $((resident - 1)) "${deep[@]}"
 over $((resident * 70 / 100)) "${deep[@]}" --dtype bf16 --micro-batches 2
 run 3 "${deep[@]}" --hbm 4096
-check "no option is named where none helps" grep -q "No option makes it fit" err
+check "no option is named where none helps" grep -q "None of the options tried makes it fit" err
+# Wherever one of these fits, options are found.
+flat=(--data text.txt --layers 3 --channels 32 --heads 4 --context 64 --batch 12)
+for least in "--page 4KiB --depth 1" "--page 64KiB --depth 2 --recompute 3" "--page 1KiB --depth 1 --recompute 3"; do
+  # shellcheck disable=SC2086
+  run 0 "${flat[@]}" --offload all --steps 1 --summary json $least
+  limit=$(field peak_hbm_bytes)
+  over "$limit" "${flat[@]}" --offload activations
+  over "$limit" "${flat[@]}" --keep-last 2
+done
+run 3 "${deep[@]}" --hbm $((resident * 60 / 100)) --offload all --share-slots --depth 8 --page 1MiB
+check "options are named for shared slots" grep -q "It fits with" err
+run 0 "${small[@]}" --offload all --depth 300 --steps 1
+run 0 "${small[@]}" --offload all --share-slots --depth 300 --steps 1
+# Without a limit it is the machine's memory that is too small; a log that is there stays as it was.
+echo '{"event":"before"}' >kept.jsonl
+run 3 "${small[@]}" --batch 1048576 --context 1024 --log kept.jsonl
+check "the missing bytes on this machine" grep -q "([0-9]* bytes) more than the limit" err
+check "what the machine has" grep -q "what this machine has left" err
+check "a log of before" test "$(cat kept.jsonl)" = '{"event":"before"}'
+run 3 "${small[@]}" --hbm 4096 --log kept.jsonl
+check "a log of before" test "$(cat kept.jsonl)" = '{"event":"before"}'
 
 # --- Ctrl-C ends after the step, with a whole log, and saves --------------------------------------------------------
 "$train_gpt" "${small[@]}" --steps 1000000 --decay-steps 20 --log int.jsonl --save int.ckpt --offload all >out 2>err &
@@ -200,6 +246,30 @@ resumed=$(field digest)
 run 0 "${small[@]}" --steps $((steps + 2)) --decay-steps 20 --save straight.ckpt --summary json
 check "digest after Ctrl-C and resume" test "$(field digest)" = "$resumed"
 check "file after Ctrl-C and resume" cmp int.ckpt straight.ckpt
+
+# --- Ctrl-C while sampling: what was trained is saved already -------------------------------------------------------
+"$train_gpt" "${small[@]}" --steps 2 --sample 100000000 --save sampled.ckpt --log sampled.jsonl >out 2>err &
+pid=$!
+for _ in $(seq 600); do
+  [ -s sampled.ckpt ] && grep -q '"event":"evaluation"' sampled.jsonl && break
+  sleep 0.05
+done
+kill -INT $pid
+wait $pid
+check "exit code of Ctrl-C while sampling" test $? -eq 130
+check "a whole log after Ctrl-C while sampling" test -n "$(whole_log sampled.jsonl)"
+run 0 --resume sampled.ckpt --steps 2
+# ... and while evaluating; a second one ends it at once.
+"$train_gpt" "${small[@]}" --data "$root/examples/gpt/text/war_and_peace.txt" --steps 1 --eval-batches 1000000 --save evaluated.ckpt >out 2>err &
+pid=$!
+for _ in $(seq 600); do
+  [ -s evaluated.ckpt ] && break
+  sleep 0.05
+done
+kill -INT $pid
+wait $pid
+check "exit code of Ctrl-C while evaluating" test $? -eq 130
+run 0 --resume evaluated.ckpt --steps 1 --eval-batches 1
 
 # --- a terminal gets a bar, a pipe does not -------------------------------------------------------------------------
 run 0 "${small[@]}" --steps 2

@@ -61,11 +61,11 @@ std::optional<DType> dtype_named(std::string_view name) {
   return std::nullopt;
 }
 
-fs::path partial_of(fs::path file) { return file += ".partial"; }
-
 fs::path folder_of(const fs::path& file) { return file.has_parent_path() ? file.parent_path() : fs::path{"."}; }
 
 }  // namespace
+
+fs::path partial_of(fs::path file) { return file += ".partial"; }
 
 void check_saveable(const fs::path& file) {
   const auto refuse = [&](const std::string& what) { throw BadInput{"--save: " + file.string() + " " + what}; };

@@ -27,6 +27,9 @@
 
 namespace gpt {
 
+/// Where a checkpoint is written before it takes the place of `file`.
+[[nodiscard]] std::filesystem::path partial_of(std::filesystem::path file);
+
 /// \throws BadInput when `file` could not be saved to: its folder is missing or cannot be written, or it exists and is
 ///         not a regular file. For a clear word before hours of training, not a guarantee.
 void check_saveable(const std::filesystem::path& file);

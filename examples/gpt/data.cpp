@@ -99,9 +99,10 @@ void read_text(const fs::path& path, std::uint64_t vocab, std::vector<Token>& to
 
 bool hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-// What a folder gives: its shards if it has any, else all files below it. Sorted, so that the order is no matter of
-// the file system.
-std::vector<fs::path> files_in(const fs::path& folder) {
+}  // namespace
+
+// Sorted, so that the order is no matter of the file system.
+std::vector<fs::path> data_files(const fs::path& folder) {
   std::vector<fs::path> files;
   for (const fs::directory_entry& entry : fs::directory_iterator{folder}) {
     if (entry.path().extension() == ".bin" && entry.is_regular_file() && !hidden(entry.path())) {
@@ -121,6 +122,8 @@ std::vector<fs::path> files_in(const fs::path& folder) {
   return files;
 }
 
+namespace {
+
 // A bijection of 64-bit numbers under which neighbours land far apart: two rounds of xor-shift and odd multiply.
 std::uint64_t scatter(std::uint64_t x) {
   x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93u;
@@ -136,7 +139,7 @@ Dataset Dataset::load(const fs::path& path, std::uint64_t vocab) {
     if (!fs::exists(status)) refuse(path, "there is no such file or folder");
     std::vector<fs::path> files;
     if (fs::is_directory(status)) {
-      files = files_in(path);
+      files = data_files(path);
       if (files.empty()) refuse(path, "no file is in this folder");
     } else if (fs::is_regular_file(status)) {
       files = {path};

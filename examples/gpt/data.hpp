@@ -18,6 +18,10 @@ struct DataPosition {
   std::uint64_t step = 0;  ///< the next step to draw batches for, 0 at the start
 };
 
+/// The files that a folder of data gives: its shards if it has any, else all files below it; hidden ones are skipped.
+/// \throws std::filesystem::filesystem_error when a folder cannot be read
+[[nodiscard]] std::vector<std::filesystem::path> data_files(const std::filesystem::path& folder);
+
 /// All tokens of a data set, in memory (2 bytes each). The last tenth is held out, contiguous; training never sees it.
 class Dataset {
  public:

@@ -1,6 +1,7 @@
 // train_gpt: trains a GPT-2 on the CPU under an HBM limit, paging what does not fit.
 //
-// Exit codes: 0 done, 2 bad input, 3 does not fit, 130 stopped by Ctrl-C after a whole step, 1 anything else.
+// Exit codes: 0 done, 2 bad input, 3 does not fit, 4 --check found a fault, 130 stopped by Ctrl-C after a whole step, 1
+// anything else.
 #include <atomic>
 #include <csignal>
 #include <cstdio>
@@ -19,12 +20,20 @@ namespace {
 
 std::atomic<bool> stop{false};
 
+template <class T, class D>
+int train_on(const gpt::Options& options, const gpt::Dataset& data, gpt::RunLog& log,
+             const gpt::CheckpointReader* resume) {
+  gpt::Trainer<T, D> trainer{options, data, log, resume};
+  log.start({{"options", gpt::saved_options(options)}, {"offload", to_string(options.offload)}});
+  return trainer.run(stop);
+}
+
 template <class T>
 int train(const gpt::Options& options, const gpt::Dataset& data, gpt::RunLog& log,
           const gpt::CheckpointReader* resume) {
-  gpt::Trainer<T> trainer{options, data, log, resume};
-  log.start({{"options", gpt::saved_options(options)}, {"offload", to_string(options.offload)}});
-  return trainer.run(stop);
+  using hbmoff::HostDevice;
+  return options.check ? train_on<T, hbmoff::CheckedDevice<HostDevice>>(options, data, log, resume)
+                       : train_on<T, HostDevice>(options, data, log, resume);
 }
 
 int run(int argc, char** argv) {
@@ -39,15 +48,20 @@ int run(int argc, char** argv) {
     }
     gpt::adopt_saved(*options, header["options"], header["decay_steps"].get<std::uint64_t>());
   }
+  gpt::check_paths(*options);  // before anything is opened to be written
   const gpt::Dataset data = gpt::Dataset::load(options->data, options->vocab);
   options->vocab = data.vocab();
   gpt::check(*options);
   data.require(options->context);
   if (!options->save.empty()) gpt::check_saveable(options->save);
+  gpt::require_memory(*options);  // before a log is begun anew
   gpt::RunLog log{options->log, resume != nullptr};
 
-  // The handler only says so: the step that runs is finished first.
-  std::signal(SIGINT, [](int) { stop = true; });
+  // The handler only says so: the step that runs is finished first. A second Ctrl-C ends the program at once.
+  std::signal(SIGINT, [](int) {
+    stop = true;
+    std::signal(SIGINT, SIG_DFL);
+  });
   return options->dtype == hbmoff::DType::fp32 ? train<float>(*options, data, log, resume.get())
                                                : train<hbmoff::bf16>(*options, data, log, resume.get());
 }
@@ -63,6 +77,9 @@ int main(int argc, char** argv) {
   } catch (const gpt::DoesNotFit& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());
     return 3;
+  } catch (const hbmoff::CheckError& error) {
+    std::fprintf(stderr, "train_gpt: %s\n", error.what());
+    return 4;
   } catch (const hbmoff::OutOfMemory& error) {
     std::fprintf(stderr, "train_gpt: %s\n", error.what());
     return 3;

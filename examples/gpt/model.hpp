@@ -17,7 +17,6 @@ namespace gpt {
 using hbmoff::Bytes;
 using hbmoff::device_span;
 using hbmoff::DType;
-using hbmoff::HostDevice;
 using hbmoff::Role;
 using hbmoff::TensorInfo;
 
@@ -191,14 +190,13 @@ std::vector<BufferSpec> buffers_of(const Shape& s, std::uint32_t threads) {
           {"scratch", Role::workspace, Bytes{threads * scratch_floats<T>(s) * 4}}};
 }
 
-/// The model: memory, and the work of its layers put on a stream. `Store` is an `ActivationStore`.
-template <class T, class Store>
+/// The model: memory, and the work of its layers put on a stream of device `D`. `Store` is an `ActivationStore`.
+template <class T, class D, class Store>
 class Model {
  public:
-  using Stream = HostDevice::StreamRef;
+  using Stream = typename D::StreamRef;
 
-  Model(HostDevice& device, hbmoff::HbmArena<HostDevice>& hbm, Store& store, Shape shape, ThreadPool& pool,
-        Stream stream)
+  Model(D& device, hbmoff::HbmArena<D>& hbm, Store& store, Shape shape, ThreadPool& pool, Stream stream)
       : device_{device}, store_{store}, shape_{shape}, parameters_{parameters_of(shape, hbmoff::dtype_of<T>)} {
     for (const BufferSpec& spec : buffers_of<T>(shape, pool.threads())) {
       buffers_.push_back(hbm.allocate(spec.bytes, spec.name, spec.role, stream));
@@ -228,10 +226,14 @@ class Model {
       auto saved = store_.restore(l, stream);
       Layer layer = layer_of(l, saved, shape_.tokens(), shape_.context);
       if (saved.missing(gelu)) {
+        note_layer(l, saved, Pass::recompute, stream);
         device_.enqueue(stream, [layer] { layer.forward(true); }, {.name = "recompute layer"});
       }
+      note_layer(l, saved, Pass::backward, stream);
       device_.enqueue(stream, [layer] { layer.backward(); }, {.name = "layer backward"});
     }
+    device_.note_access(stream, "embedding backward", {buffer(tokens_in), buffer(d_residual), gradient(0), gradient(1)},
+                        {gradient(0), gradient(1)});
     device_.enqueue(stream,
                     [w = workers_, dwte = gradient(0).data(), dwpe = gradient(1).data(), dx = floats(d_residual).data(),
                      in = tokens(tokens_in).data(),
@@ -248,6 +250,10 @@ class Model {
   /// Forward only, of one sequence of `rows` tokens; leaves the logits of its last token at the start of the logits.
   void predict(uint64_t rows, Stream stream) {
     forward(rows, rows, false, stream);
+    device_.note_access(stream, "last logits",
+                        {elements(residual).subspan(0, rows * shape_.channels), weight(0),
+                         weight(parameters_.size() - 2), weight(parameters_.size() - 1)},
+                        {buffer(final_norm), buffer(final_stats), buffer(logits), buffer(scratch)});
     device_.enqueue(stream,
                     [w = workers_, lnf = elements(final_norm).data(), stats = floats(final_stats).data(),
                      x = elements(residual).data(), gain = weight(parameters_.size() - 2).data(),
@@ -338,7 +344,50 @@ class Model {
     }
   };
 
+  enum class Pass { forward, recompute, backward };
+
+  // What a pass over a layer touches, for a device that checks.
+  template <class Bundle>
+  void note_layer(std::uint32_t l, const Bundle& saved, Pass pass, Stream stream) {
+    if constexpr (hbmoff::takes_notes<D>) {
+      const uint64_t n = saved.rows() * shape_.channels;
+      const device_span<T> x = elements(residual).subspan(0, n);
+      std::vector<hbmoff::AccessRange> reads, writes{buffer(scratch)};
+      const auto read = [&](auto span) { reads.push_back(span); };
+      const auto write = [&](auto span) { writes.push_back(span); };
+      const auto update = [&](auto span) { read(span), write(span); };
+      const auto saved_bytes = [&](std::uint32_t i) -> device_span<std::byte> {
+        const bool statistics = i == stats_1 || i == lse || i == stats_2;
+        return statistics ? saved.template tensor<float>(i).bytes() : saved.template tensor<T>(i).bytes();
+      };
+      const std::size_t first = first_layer_parameter + std::size_t{l} * layer_parameters;
+      for (std::size_t p = first; p < first + layer_parameters; ++p) {
+        read(weight(p));
+        if (pass == Pass::backward) update(gradient(p));
+      }
+      for (std::uint32_t i = 0; i < saved_tensors; ++i) {
+        const bool reads_it = pass == Pass::backward || (pass == Pass::recompute && i == saved_input);
+        reads_it ? read(saved_bytes(i)) : write(saved_bytes(i));
+      }
+      if (pass == Pass::backward) {
+        update(floats(d_residual).subspan(0, n));
+        write(floats(d_branch).subspan(0, n));
+        write(floats(d_wide).subspan(0, 4 * n));
+      } else {
+        write(elements(branch).subspan(0, n));
+        if (pass == Pass::forward) update(x);
+      }
+      device_.note_access(stream,
+                          pass == Pass::forward     ? "layer forward"
+                          : pass == Pass::recompute ? "recompute layer"
+                                                    : "layer backward",
+                          reads, writes);
+    }
+  }
+
   void forward(uint64_t rows, uint64_t context, bool keep, Stream stream) {
+    device_.note_access(stream, "embedding", {tokens(tokens_in).subspan(0, rows), weight(0), weight(1)},
+                        {elements(residual).subspan(0, rows * shape_.channels)});
     device_.enqueue(stream,
                     [w = workers_, x = elements(residual).data(), in = tokens(tokens_in).data(), wte = weight(0).data(),
                      wpe = weight(1).data(), rows, context,
@@ -346,6 +395,7 @@ class Model {
                     {.name = "embedding"});
     for (std::uint32_t l = 0; l < shape_.layers; ++l) {
       auto saved = store_.save(l, stream, rows);
+      note_layer(l, saved, Pass::forward, stream);
       device_.enqueue(stream, [layer = layer_of(l, saved, rows, context)] { layer.forward(false); },
                       {.name = "layer forward"});
       if (keep) saved.commit();
@@ -354,6 +404,20 @@ class Model {
 
   void head(uint64_t rows, float loss_scale, Stream stream) {
     const std::size_t gain = parameters_.size() - 2, bias = gain + 1;
+    const device_span<T> x = elements(residual).subspan(0, rows * shape_.channels);
+    const device_span<std::uint16_t> targets = tokens(tokens_out).subspan(0, rows);
+    if (loss_scale == 0.0f) {
+      device_.note_access(
+          stream, "head and loss", {x, weight(gain), weight(bias), weight(0), targets, buffer(loss_sum)},
+          {buffer(final_norm), buffer(final_stats), buffer(logits), buffer(losses), buffer(scratch), buffer(loss_sum)});
+    } else {
+      device_.note_access(
+          stream, "head and loss, with their backward",
+          {x, weight(gain), weight(bias), weight(0), targets, buffer(loss_sum), gradient(gain), gradient(bias),
+           gradient(0)},
+          {buffer(final_norm), buffer(final_stats), buffer(logits), buffer(losses), buffer(scratch), buffer(loss_sum),
+           gradient(gain), gradient(bias), gradient(0), buffer(d_residual), buffer(d_branch)});
+    }
     device_.enqueue(stream,
                     Head{workers_,
                          elements(residual).data(),
@@ -423,11 +487,11 @@ class Model {
     return buffers_[which].template as<std::uint16_t>();
   }
 
-  HostDevice& device_;
+  D& device_;
   Store& store_;
   Shape shape_;
   std::vector<Parameter> parameters_;
-  std::vector<hbmoff::HbmArena<HostDevice>::Buffer> buffers_;
+  std::vector<typename hbmoff::HbmArena<D>::Buffer> buffers_;
   Workers workers_{};
 };
 

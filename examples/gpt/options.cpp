@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <ostream>
 #include <system_error>
@@ -14,11 +15,14 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint_file.hpp"
+#include "data.hpp"
 #include "hbmoff/core/version.hpp"
 
 namespace gpt {
 namespace {
 
+namespace fs = std::filesystem;
 using hbmoff::Bytes;
 using hbmoff::DType;
 
@@ -36,7 +40,7 @@ constexpr std::uint64_t gpt2_vocab = 50257, gpt2_context = 1024;
 
 constexpr std::uint64_t largest_dimension = 1u << 20;
 constexpr Bytes least_page{1024};
-constexpr double most_pages = 1 << 22;  // each takes some 100 bytes of bookkeeping
+constexpr std::uint64_t most_pages = 1 << 22;  // each takes some 100 bytes of bookkeeping
 constexpr std::uint64_t largest_count = std::uint64_t{1} << 40;  // steps, tokens to sample
 
 [[noreturn]] void refuse(std::string_view option, std::string_view text, const std::string& expected) {
@@ -96,6 +100,11 @@ struct Flag {
   std::function<void(Options&, std::string_view)> apply;
   std::string text = {};  // the value on the command line
 };
+
+// One that takes no value.
+Flag switch_flag(const char* name, bool Options::* field, const char* help) {
+  return {name, "", help, [=](Options& options, std::string_view) { options.*field = true; }};
+}
 
 Flag count_flag(const char* name, std::uint64_t Options::* field, std::uint64_t least, std::uint64_t most,
                 const char* help) {
@@ -162,6 +171,8 @@ std::vector<Flag> make_flags() {
   flags.push_back({"--depth", "N", "page slots in HBM [3]", [](Options& options, std::string_view text) {
                      options.depth = static_cast<std::uint32_t>(parse_count(text, "--depth", 1, 1024));
                    }});
+  flags.push_back(switch_flag("--share-slots", &Options::share_slots,
+                              "with --offload all: optimizer and activations share depth + 1 slots"));
   flags.push_back(real_flag("--link-gbps", &Options::link_gbps, true,
                             "model a link of so many 10^9 bytes/s in each direction [as fast as it goes]"));
   flags.push_back(path_flag("--save", &Options::save, "file to save to at the end and on Ctrl-C"));
@@ -174,6 +185,8 @@ std::vector<Flag> make_flags() {
                              "also evaluate on the held-out tenth every N steps [0: no]"));
   flags.push_back(count_flag("--eval-batches", &Options::eval_batches, 1, largest_count,
                              "batches of the held-out tenth that an evaluation looks at [20]"));
+  flags.push_back(switch_flag("--check", &Options::check,
+                              "prove the order of all memory accesses while training; slower, same result"));
   flags.push_back(
       {"--summary", "json", "print one JSON object as the last line", [](Options& options, std::string_view text) {
          if (text != "json") refuse("--summary", text, "json");
@@ -224,6 +237,35 @@ T from_json(const nlohmann::json& value) {
   }
 }
 
+// Rough and on the large side, in double, where nothing wraps around.
+double most_parameters(const Options& options) {
+  const double channels = static_cast<double>(options.channels), layers = static_cast<double>(options.layers);
+  return (static_cast<double>(options.vocab) + static_cast<double>(options.context)) * channels +
+         layers * (13 * channels * channels + 16 * channels);
+}
+
+// The file that opening `path` would open or make, under one name: links are followed, the last one too where nothing
+// is behind it.
+fs::path target_of(const fs::path& path) {
+  std::error_code error;
+  fs::path target = path;
+  for (int links = 0; links < 40 && fs::is_symlink(fs::symlink_status(target, error)); ++links) {
+    target = target.parent_path() / fs::read_symlink(target, error);
+  }
+  const fs::path whole = fs::weakly_canonical(fs::absolute(target, error), error);
+  return error ? target.lexically_normal() : whole;
+}
+
+bool same_file(const fs::path& a, const fs::path& b) {
+  std::error_code error;
+  return fs::equivalent(a, b, error) || target_of(a) == target_of(b);
+}
+
+bool is_below(const fs::path& path, const fs::path& folder) {
+  const fs::path below = target_of(path), above = target_of(folder);
+  return std::mismatch(above.begin(), above.end(), below.begin(), below.end()).first == above.end();
+}
+
 std::string as_text(const std::string& value) { return value; }
 std::string as_text(DType value) { return std::string{to_string(value)}; }
 template <class T>
@@ -264,9 +306,17 @@ std::optional<Options> parse_options(int argc, const char* const* argv, std::ost
   app.set_version_flag("--version", "train_gpt of hbmoff " + std::to_string(hbmoff::version_major) + "." +
                                         std::to_string(hbmoff::version_minor) + "." +
                                         std::to_string(hbmoff::version_patch));
-  app.footer("Exit codes: 0 done, 2 bad input, 3 over the HBM limit, 130 stopped by Ctrl-C, 1 anything else.");
+  app.footer(
+      "Exit codes: 0 done, 2 bad input, 3 does not fit the memory, 4 --check found a fault, 130 stopped by Ctrl-C (a\n"
+      "second one ends it at once), 1 anything else.");
   std::vector<Flag> flags = make_flags();
   for (Flag& flag : flags) {
+    if (flag.value.empty()) {
+      app.add_flag(flag.name, flag.help)
+          ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
+          ->disable_flag_override();
+      continue;
+    }
     app.add_option(flag.name, flag.text, flag.help)
         ->type_name(flag.value)
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
@@ -363,6 +413,12 @@ void check(const Options& options) {
   };
   at_most_layers("--keep-last", options.keep_last);
   at_most_layers("--recompute", options.recompute);
+  if (options.keep_last + options.recompute > options.layers) {
+    throw BadInput{"--keep-last " + std::to_string(options.keep_last) + " and --recompute " +
+                   std::to_string(options.recompute) + " overlap: the model has " + std::to_string(options.layers) +
+                   " layers"};
+  }
+  if (options.share_slots && options.offload != Offload::all) throw BadInput{"--share-slots needs --offload all"};
   if (options.save_every != 0 && options.save.empty()) throw BadInput{"--save-every needs --save"};
 
   if (options.page < least_page) {
@@ -373,16 +429,59 @@ void check(const Options& options) {
   const double channels = static_cast<double>(options.channels), layers = static_cast<double>(options.layers);
   const double context = static_cast<double>(options.context), vocab = static_cast<double>(options.vocab);
   const double rows = static_cast<double>(options.batch) * context;
-  const double parameters = (vocab + context) * channels + layers * (13 * channels * channels + 16 * channels);
   const double activations =
       rows * (layers * (24 * channels + 2 * static_cast<double>(options.heads) * context) + 3 * vocab + 24 * channels);
-  if (16 * (parameters + activations) > 0x1p62) {
+  if (16 * (most_parameters(options) + activations) > 0x1p62) {
     throw BadInput{"a model of this size (--layers, --channels, --context, --batch) would take more than 4 EiB"};
   }
-  if (12 * parameters / static_cast<double>(options.page.count()) > most_pages) {
+  if (options.page < least_page_of(options)) {
     throw BadInput{"--page: " + format_bytes(options.page) + " would cut this model's optimizer state into more than " +
-                   std::to_string(static_cast<std::uint64_t>(most_pages)) + " pages"};
+                   std::to_string(most_pages) + " pages"};
   }
+}
+
+void check_paths(const Options& options) {
+  struct Named {
+    const char* option;
+    const std::string& path;
+  };
+  const std::string partial = options.save.empty() ? "" : partial_of(options.save).string();
+  const Named data{"--data", options.data}, resume{"--resume", options.resume}, log{"--log", options.log},
+      save{"--save", options.save}, beside{"--save (while it is written)", partial};
+  const auto differ = [](const Named& written, const Named& other) {
+    if (written.path.empty() || other.path.empty() || !same_file(written.path, other.path)) return;
+    throw BadInput{std::string{written.option} + ": " + written.path + " is the file of " + other.option +
+                   ", which would be lost"};
+  };
+  for (const Named& written : {log, save, beside}) differ(written, data);
+  for (const Named& written : {log, beside}) differ(written, resume);
+  differ(log, save);
+  differ(log, beside);
+
+  std::error_code error;
+  if (options.data.empty() || !fs::is_directory(options.data, error)) return;
+  for (const Named& written : {log, save}) {
+    if (written.path.empty()) continue;
+    if (is_below(written.path, options.data)) {
+      throw BadInput{std::string{written.option} + ": " + written.path + " lies in the folder of --data"};
+    }
+  }
+  // By another name: a hard link, or a link in the folder to a file outside.
+  std::vector<fs::path> files;
+  try {
+    files = data_files(options.data);
+  } catch (const fs::filesystem_error&) {
+    return;  // reading the data will say what is wrong
+  }
+  for (const fs::path& file : files) {
+    const std::string name = file.string();
+    for (const Named& written : {log, save, beside}) differ(written, {"--data", name});
+  }
+}
+
+Bytes least_page_of(const Options& options) {
+  const double page = 12 * most_parameters(options) / static_cast<double>(most_pages);
+  return std::max(least_page, Bytes{static_cast<std::uint64_t>(std::ceil(page))});
 }
 
 Bytes parse_bytes(std::string_view text, std::string_view option) {

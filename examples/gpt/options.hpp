@@ -57,6 +57,7 @@ struct Options {
   std::uint64_t recompute = 0;       ///< layers at the start whose activations are computed again in backward
   hbmoff::Bytes page{8u << 20};      ///< the optimizer's page
   std::uint32_t depth = 3;           ///< page slots in HBM, and bundle slots
+  bool share_slots = false;          ///< pages and bundles pass through the same depth + 1 slots
   double link_gbps = 0;              ///< modelled link, 10^9 bytes per second and direction; 0: no model
 
   // What comes out.
@@ -67,6 +68,7 @@ struct Options {
   std::uint64_t sample = 0;          ///< tokens to sample at the end
   std::uint64_t eval_every = 0;      ///< steps; 0: at the end only
   std::uint64_t eval_batches = 20;   ///< batches of the held-out part that one evaluation looks at
+  bool check = false;                ///< run on a device that checks the order of all accesses
   bool summary_json = false;         ///< the last line on standard output is one JSON object
 
   std::set<std::string> given;       ///< fields set by the command line (presets included), as named in a saved file
@@ -88,9 +90,18 @@ void adopt_saved(Options& options, const nlohmann::json& saved, std::uint64_t de
 
 /// Checks that the options fit together; `vocab` must be known. After this no product of sizes that a model of this
 /// shape needs (parameters, activations, times 16 bytes) exceeds 2^62.
-/// \throws BadInput heads not dividing channels, sizes whose product overflows, a page that is too small, `--save-every`
-///         without `--save`, ...
+/// \throws BadInput heads not dividing channels, sizes whose product overflows, a page that is too small, layers both
+///         kept and recomputed, `--save-every` without `--save`, `--share-slots` without `--offload all`, ...
 void check(const Options& options);
+
+/// The smallest `--page` that `check` lets pass for a model of this shape.
+[[nodiscard]] hbmoff::Bytes least_page_of(const Options& options);
+
+/// Checks that no file that is written is a file that is read, lies in the folder of data, or is the other file that is
+/// written, by whatever name: links are followed, hard links known. Opens nothing. `save` may be `resume`.
+/// Call it before any of them is opened, and again once a saved file said where the data is.
+/// \throws BadInput naming both options
+void check_paths(const Options& options);
 
 /// "64KiB", "1.5GiB", "4096", "4096B" (units B, KiB, MiB, GiB, TiB; binary). Exact: a fraction must come to whole
 /// bytes.

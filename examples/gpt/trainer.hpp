@@ -62,20 +62,35 @@ inline uint64_t token_staging_bytes(const Options& o) {
   return 2 * o.micro_batches * o.batch * o.context * sizeof(Token);
 }
 
+/// The tensors that the optimizer is told of.
+inline std::vector<TensorInfo> infos_of(const Options& o) {
+  std::vector<TensorInfo> infos;
+  for (const Parameter& p : parameters_of(shape_of(o), o.dtype)) infos.push_back(p.info);
+  return infos;
+}
+
+/// Bytes of a slot that holds a page of the optimizer as well as a layer's bundle.
+inline Bytes shared_slot_bytes(const Options& o) {
+  const TrainerPolicy policy{o};
+  const std::vector<hbmoff::BundleLayout> layouts(o.layers, bundle_of(shape_of(o), o.dtype));
+  return std::max(hbmoff::adamw_slot_bytes(infos_of(o), policy, {.page = o.page}),
+                  hbmoff::activation_slot_bytes(policy, layouts));
+}
+
 /// Everything the run takes from its arenas, to the byte.
 template <class T>
 hbmoff::MemoryEstimate estimate_run(const Options& o) {
   using namespace hbmoff;
   const TrainerPolicy policy{o};
+  const Slots slots = o.share_slots ? Slots::shared : Slots::own;
   MemoryEstimate estimate;
+  if (o.share_slots) estimate += estimate_slot_pool(shared_slot_bytes(o), o.depth + 1, Role::other);
   for (const BufferSpec& spec : buffers_of<T>(shape_of(o), static_cast<std::uint32_t>(o.threads))) {
     estimate += estimate_buffer(Tier::hbm, spec.role, spec.bytes);
   }
-  std::vector<TensorInfo> infos;
-  for (const Parameter& p : parameters_of(shape_of(o), dtype_of<T>)) infos.push_back(p.info);
-  estimate += estimate_adamw(infos, policy, {.page = o.page, .depth = o.depth});
+  estimate += estimate_adamw(infos_of(o), policy, {.page = o.page, .depth = o.depth}, slots);
   estimate += estimate_activations(policy, static_cast<std::uint32_t>(o.layers), bundle_of(shape_of(o), dtype_of<T>),
-                                   {.depth = o.depth});
+                                   {.depth = o.depth}, slots);
   estimate += estimate_buffer(Tier::pinned_host, Role::workspace, staging_bytes);
   estimate += estimate_buffer(Tier::pinned_host, Role::workspace, Bytes{token_staging_bytes(o)});
   return estimate;
@@ -102,15 +117,18 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
   std::optional<std::string> best;
   Bytes least = needed;
   for (const std::uint64_t recompute : {o.recompute, o.layers}) {
-    for (const std::uint32_t depth : {o.depth, 2u}) {
-      for (const Bytes page : {o.page, 1_MiB, 64_KiB, 4_KiB}) {
+    for (const std::uint32_t depth : {o.depth, 2u, 1u}) {
+      for (const Bytes page : {o.page, 1_MiB, 256_KiB, 64_KiB, 16_KiB, 4_KiB, 1_KiB}) {
+        if (page < least_page_of(o)) continue;
         for (const Offload offload : {o.offload, Offload::optimizer, Offload::activations, Offload::all}) {
           Options changed = o;
           changed.offload = offload;
           changed.page = std::min(page, o.page);
           changed.depth = std::min(depth, o.depth);
           changed.recompute = recompute;
-          if (offload == Offload::all) changed.keep_last = 0;
+          changed.share_slots = o.share_slots && offload == Offload::all;
+          if (offload == Offload::all || recompute != o.recompute) changed.keep_last = 0;
+          if (depth < 2) changed.keep_last = 0;
           const Bytes takes = estimate_run(changed).total(Tier::hbm);
           if (takes >= least) continue;
           least = takes;
@@ -127,8 +145,27 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
       }
     }
   }
-  if (!best) return text + " No option takes less.";
-  return text + " No option makes it fit; least is taken with" + *best + ".";
+  if (!best) return text + " None of the options tried takes less.";
+  return text + " None of the options tried makes it fit; least is taken with" + *best + ".";
+}
+
+/// Throws DoesNotFit when the run does not fit its HBM limit or, without one, this machine: here HBM is a part of its
+/// memory. Takes nothing.
+inline void require_memory(const Options& o) {
+  using namespace hbmoff;
+  const MemoryEstimate estimate = estimate_run(o);
+  const Bytes needed = estimate.total(Tier::hbm), pinned = estimate.total(Tier::pinned_host);
+  if (o.hbm) {
+    if (needed > *o.hbm) throw DoesNotFit{why_it_does_not_fit(o, estimate)};
+    return;
+  }
+  const HostMemoryLimit machine = host_memory_limit();
+  if (needed + pinned <= machine.available) return;
+  Options limited = o;
+  limited.hbm = machine.available > pinned ? machine.available - pinned : Bytes{1};
+  throw DoesNotFit{why_it_does_not_fit(limited, estimate) + " (The limit is what this machine has left beside " +
+                   to_string(pinned) + " of pinned host memory: " + to_string(machine.available) + ", " +
+                   machine.set_by + ".)"};
 }
 
 /// A hash over bits, word by word: FNV-1a on 64-bit words, whose high bits are folded back so that they count too.
@@ -171,11 +208,11 @@ inline double learning_rate(const Options& o, uint64_t step) {
   return o.learning_rate * (0.1 + 0.45 * (1.0 + std::cos(std::numbers::pi * done)));
 }
 
-/// One run. T is the type of weights, gradients and activations.
-template <class T>
+/// One run, on a device `D`: HostDevice, or one that checks it. T is the type of weights, gradients and activations.
+template <class T, class D>
 class Trainer {
  public:
-  /// Takes all memory; then starts from the seed or from `resume`. Throws DoesNotFit, BadInput.
+  /// Takes all memory (see `require_memory`); then starts from the seed or from `resume`. Throws BadInput.
   Trainer(const Options& options, const Dataset& data, RunLog& log, const CheckpointReader* resume)
       : o_{options}, data_{data}, log_{log}, estimate_{estimate_run<T>(options)}, limit_{limit()},
         pool_{static_cast<std::uint32_t>(o_.threads)},
@@ -192,15 +229,11 @@ class Trainer {
         stream_{device_.create_stream("compute")}, recorder_{device_, recorder_size(), stream_},
         staging_{host_.allocate(staging_bytes, "staging", Role::workspace, stream_)},
         token_staging_{host_.allocate(Bytes{token_staging_bytes(o_)}, "tokens", Role::workspace, stream_)},
-        activations_{hbm_,
-                     host_,
-                     TrainerPolicy{o_},
-                     static_cast<std::uint32_t>(o_.layers),
-                     bundle_of(shape_of(o_), hbmoff::dtype_of<T>),
-                     {.depth = o_.depth},
-                     recorder_.observer()},
-        model_{device_, hbm_, activations_, shape_of(o_), pool_, stream_},
-        optimizer_{hbm_, host_, TrainerPolicy{o_}, {.page = o_.page, .depth = o_.depth}, recorder_.observer()} {
+        slots_{o_.share_slots ? std::make_unique<hbmoff::SlotPool<D>>(hbm_, shared_slot_bytes(o_), o_.depth + 1,
+                                                                      Role::other, stream_)
+                              : nullptr},
+        activations_{make_store()}, model_{device_, hbm_, activations_, shape_of(o_), pool_, stream_},
+        optimizer_{make_optimizer()} {
     const hbmoff::AdamWGroup matrices{
         .learning_rate = 0, .weight_decay = static_cast<float>(o_.weight_decay), .beta2 = 0.95f};
     const hbmoff::AdamWGroup others{.learning_rate = 0, .weight_decay = 0, .beta2 = 0.95f};
@@ -237,38 +270,46 @@ class Trainer {
       if (o_.eval_every != 0 && position_.step % o_.eval_every == 0 && position_.step != o_.steps) report_evaluation();
       if (o_.save_every != 0 && position_.step % o_.save_every == 0 && position_.step != o_.steps) save();
     }
-    const bool stopped = position_.step < o_.steps;
-    if (!stopped) {
-      report_evaluation();
-      if (o_.sample != 0) sample();
-    }
-    if (!o_.save.empty()) save();
+    if (!o_.save.empty()) save();  // first of all: nothing that comes now can lose it
+    if (!stop && position_.step == o_.steps) report_evaluation(&stop);
+    if (!stop && o_.sample != 0) sample(stop);
+    if (o_.check) log_.note("checked: no access to memory was out of order or out of bounds");
     log_.finish(summary(), o_.summary_json);
-    return stopped ? 130 : 0;
+    return stop ? 130 : 0;
   }
 
  private:
   using Store =
-      hbmoff::ActivationStore<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
-  using Optimizer =
-      hbmoff::PagedAdamW<HostDevice, TrainerPolicy, hbmoff::dynamic_depth, hbmoff::Recorder<HostDevice>::Observer>;
-  using Stream = HostDevice::StreamRef;
+      hbmoff::ActivationStore<D, TrainerPolicy, hbmoff::dynamic_depth, typename hbmoff::Recorder<D>::Observer>;
+  using Optimizer = hbmoff::PagedAdamW<D, TrainerPolicy, hbmoff::dynamic_depth, typename hbmoff::Recorder<D>::Observer>;
+  using Stream = typename D::StreamRef;
   using State = hbmoff::OptimizerState;
+
+  [[nodiscard]] Store make_store() {
+    const std::vector<hbmoff::BundleLayout> layouts(o_.layers, bundle_of(shape_of(o_), hbmoff::dtype_of<T>));
+    const hbmoff::ActivationStoreOptions options{.depth = o_.depth};
+    if (slots_ != nullptr) {
+      return Store{hbm_, host_, *slots_, TrainerPolicy{o_}, layouts, options, recorder_.observer()};
+    }
+    return Store{hbm_, host_, TrainerPolicy{o_}, layouts, options, recorder_.observer()};
+  }
+  [[nodiscard]] Optimizer make_optimizer() {
+    const hbmoff::PagedAdamWOptions options{.page = o_.page, .depth = o_.depth};
+    if (slots_ != nullptr) {
+      return Optimizer{hbm_, host_, *slots_, TrainerPolicy{o_}, options, recorder_.observer()};
+    }
+    return Optimizer{hbm_, host_, TrainerPolicy{o_}, options, recorder_.observer()};
+  }
 
   [[nodiscard]] Stream stream() const { return stream_; }
 
-  [[nodiscard]] Bytes limit() const {
-    const Bytes needed = estimate_.total(hbmoff::Tier::hbm);
-    if (!o_.hbm) return needed;
-    if (needed > *o_.hbm) throw DoesNotFit{why_it_does_not_fit(o_, estimate_)};
-    return *o_.hbm;
-  }
+  [[nodiscard]] Bytes limit() const { return o_.hbm.value_or(estimate_.total(hbmoff::Tier::hbm)); }
 
-  // A block for each page of the optimizer, wherever it lives, two for each layer, and some more.
+  // A block for each page of the optimizer, wherever it lives, two for each layer, one for each slot, and some more.
   [[nodiscard]] std::uint32_t most_blocks() const {
     const uint64_t state = estimate_.of(hbmoff::Tier::pinned_host, Role::optimizer_state).count() +
                            estimate_.of(hbmoff::Tier::hbm, Role::optimizer_state).count();
-    return static_cast<std::uint32_t>(2 * (state / o_.page.count()) + 2 * o_.layers + 256);
+    return static_cast<std::uint32_t>(2 * (state / o_.page.count()) + 2 * o_.layers + 2 * o_.depth + 256);
   }
 
   // Fills, write-backs and stalls of one step.
@@ -286,6 +327,7 @@ class Trainer {
     const float loss_scale = 1.0f / static_cast<float>(n * o_.micro_batches);
     for (uint64_t m = 0; m < o_.micro_batches; ++m) {
       const auto inputs = tokens_at(2 * m), targets = tokens_at(2 * m + 1);
+      device_.note_host_access("tokens of a batch", {}, {inputs, targets});
       data_.training_batch(o_.seed, position_, m, o_.context, {inputs.data(), n}, {targets.data(), n});
       send_tokens(2 * m, n);
       model_.train(loss_scale, stream_);
@@ -338,6 +380,7 @@ class Trainer {
     const auto to = staging_.bytes().subspan(0, sizeof(double));
     device_.copy_async(to, device_span<const std::byte>{model_.buffer(loss_sum)}, stream_);
     device_.synchronize(stream());
+    device_.note_host_access("loss", {to}, {});
     return to.template as<double>()[0];
   }
 
@@ -347,13 +390,16 @@ class Trainer {
 
   // ------------------------------------------------------------------------------------------------ looking at it
 
-  void report_evaluation() {
+  // `stop` given: may end it early, without a result.
+  void report_evaluation(const std::atomic<bool>* stop = nullptr) {
     const uint64_t rows = data_.evaluation_rows(o_.context, o_.eval_batches * o_.batch);
     if (!bigram_loss_) bigram_loss_ = data_.bigram_loss(o_.context, rows);
     device_.fill_async(model_.buffer(loss_sum), std::byte{0}, stream_);
     for (uint64_t first = 0; first < rows; first += o_.batch) {
+      if (stop != nullptr && *stop) return;
       const uint64_t n = std::min(o_.batch, rows - first) * o_.context;
       device_.synchronize(stream());  // the staging is free again
+      device_.note_host_access("tokens of an evaluation", {}, {tokens_at(0), tokens_at(1)});
       data_.evaluation_batch(rows, first, o_.context, {tokens_at(0).data(), n}, {tokens_at(1).data(), n});
       send_tokens(0, n);
       model_.evaluate(n, o_.context, stream_);
@@ -364,11 +410,12 @@ class Trainer {
   }
 
   // Draws tokens one by one, each from a forward over what fits the context.
-  void sample() {
+  void sample(const std::atomic<bool>& stop) {
     std::vector<Token> text(data_.held_out().begin(), data_.held_out().begin() + 1);
     std::vector<float> scores(o_.vocab);
-    for (uint64_t i = 0; i < o_.sample; ++i) {
+    for (uint64_t i = 0; i < o_.sample && !stop; ++i) {
       const uint64_t n = std::min<uint64_t>(text.size(), o_.context);
+      device_.note_host_access("tokens of a sample", {}, {tokens_at(0), tokens_at(1)});
       std::copy(text.end() - static_cast<std::ptrdiff_t>(n), text.end(), tokens_at(0).data());
       send_tokens(0, n);
       model_.predict(n, stream_);
@@ -424,6 +471,8 @@ class Trainer {
              median == 0.0 ? 0.0 : static_cast<double>(o_.batch * o_.context * o_.micro_batches) / median},
             {"offload", to_string(o_.offload)},
             {"depth", o_.depth},
+            {"share_slots", o_.share_slots},
+            {"check", o_.check},
             {"page_bytes", o_.page.count()}};
   }
 
@@ -520,6 +569,7 @@ class Trainer {
   void upload(device_span<std::byte> to, const Fill& fill) {
     for (uint64_t done = 0; done < to.count(); done += staging_bytes.count()) {
       const auto piece = staging_.bytes().subspan(0, std::min(staging_bytes.count(), to.count() - done));
+      device_.note_host_access("upload", {}, {piece});
       fill(std::span<std::byte>{piece.data(), piece.count()});
       device_.copy_async(to.subspan(done, piece.count()), hbmoff::pinned_span<const std::byte>{piece}, stream_);
       device_.synchronize(stream());
@@ -531,6 +581,7 @@ class Trainer {
       const auto piece = staging_.bytes().subspan(0, std::min(staging_bytes.count(), from.count() - done));
       device_.copy_async(piece, device_span<const std::byte>{from.subspan(done, piece.count())}, stream_);
       device_.synchronize(stream());
+      device_.note_host_access("download", {piece}, {});
       sink(std::span<const std::byte>{piece.data(), piece.count()});
     }
   }
@@ -541,14 +592,15 @@ class Trainer {
   hbmoff::MemoryEstimate estimate_;
   Bytes limit_;
   ThreadPool pool_;
-  HostDevice device_;
-  hbmoff::HbmArena<HostDevice> hbm_;
-  hbmoff::PinnedHostArena<HostDevice> host_;
-  HostDevice::Stream stream_;
-  hbmoff::Recorder<HostDevice> recorder_;
-  hbmoff::PinnedHostArena<HostDevice>::Buffer staging_, token_staging_;
+  D device_;
+  hbmoff::HbmArena<D> hbm_;
+  hbmoff::PinnedHostArena<D> host_;
+  typename D::Stream stream_;
+  hbmoff::Recorder<D> recorder_;
+  typename hbmoff::PinnedHostArena<D>::Buffer staging_, token_staging_;
+  std::unique_ptr<hbmoff::SlotPool<D>> slots_;  // null: optimizer and activations have slots of their own
   Store activations_;
-  Model<T, Store> model_;
+  Model<T, D, Store> model_;
   Optimizer optimizer_;
   hbmoff::GroupId others_{};
 
