@@ -395,7 +395,7 @@ namespace {
 // A model on a device of its own.
 template <class T>
 struct Machine {
-  using Store = hbmoff::ActivationStore<HostDevice, hbmoff::KeepResident>;
+  using Store = hbmoff::ActivationStore<hbmoff::HostDevice, hbmoff::KeepResident>;
 
   explicit Machine(const Shape& s, std::uint32_t threads = 1)
       : shape{s}, pool{threads}, device{{.hbm_capacity = Bytes{uint64_t{64} << 20}}}, owner{device.create_stream()},
@@ -410,7 +410,7 @@ struct Machine {
   template <class F>
   void on_device(const F& f) {
     device.enqueue(owner, [&f] { f(); });
-    device.synchronize(HostDevice::StreamRef{owner});
+    device.synchronize(hbmoff::HostDevice::StreamRef{owner});
   }
   void set(const std::vector<Numbers>& weights, const std::vector<std::uint16_t>& in,
            const std::vector<std::uint16_t>& out) {
@@ -433,12 +433,12 @@ struct Machine {
 
   Shape shape;
   ThreadPool pool;
-  HostDevice device;
-  HostDevice::Stream owner;
-  hbmoff::HbmArena<HostDevice> hbm;
-  hbmoff::PinnedHostArena<HostDevice> host;
+  hbmoff::HostDevice device;
+  hbmoff::HostDevice::Stream owner;
+  hbmoff::HbmArena<hbmoff::HostDevice> hbm;
+  hbmoff::PinnedHostArena<hbmoff::HostDevice> host;
   Store store;
-  Model<T, Store> model;
+  Model<T, hbmoff::HostDevice, Store> model;
 };
 
 double loss_of(const Shape& s, const std::vector<Numbers>& w, const std::vector<std::uint16_t>& in,
