@@ -84,8 +84,8 @@ struct LaunchOptionsOf<D> {
 ///   its note names; touching more is reported with its name.
 ///
 /// Thread-safe, as `D` is; calls take one lock, and one that waits for room on its stream holds it. Streams and events
-/// are its own; `inner` gives what `D` made. It takes memory for every stream that ever was and for every range of bytes
-/// that was last touched differently from its neighbours.
+/// are its own; `inner` gives what `D` made. It takes memory for every stream and thread that ever was and for every range of
+/// bytes that was last touched differently from its neighbours.
 template <Device D>
 class CheckedDevice {
   struct StreamState;
@@ -672,7 +672,8 @@ class CheckedDevice {
     map_.fill_gaps(begin, end);
     const Cell& there = *map_.find(begin);
     block->outer = there.block;
-    const bool replaced = there.extent != Extent::divided && there.block != nullptr && there.block->begin == begin;
+    const bool replaced = there.extent != Extent::divided && there.block != nullptr && there.block->begin == begin &&
+                          there.block->end == end;
     if (block->outer != nullptr && (there.extent == Extent::freed || replaced)) block->outer = block->outer->outer;
     map_.visit(begin, end, [&](Address, Cell& cell) {
       cell.block = block;
@@ -883,19 +884,36 @@ class CheckedDevice {
   void run_guarded(StreamRef stream, F&& callable, LaunchOptions options, At at) {
     StreamState& on = *stream.state_;
     AccessStamp work = on.pending.noted ? on.pending.work : stamp(on, AccessBy::kernel, at, options.name);
-    std::remove_pointer_t<decltype(options.declared)> declared{.reads = on.pending.reads, .writes = on.pending.writes};
-    options.declared = &declared;
-    device_.enqueue(stream.inner(), std::forward<F>(callable), options, at);
-    device_.synchronize(stream.inner(), at);  // `declared` ends here; one at a time is what this mode is for
+    using Declared = std::remove_pointer_t<decltype(options.declared)>;
+    struct Launch {
+      std::vector<AccessRange> reads, writes;
+      Declared declared;
+    };
+    const auto launch = std::make_shared<Launch>(Launch{on.pending.reads, on.pending.writes, {}});
+    launch->declared = {.reads = launch->reads, .writes = launch->writes};
+    options.declared = &launch->declared;
+    unfinished_.push_back(launch);
+    try {
+      device_.enqueue(stream.inner(), std::forward<F>(callable), options, at);
+    } catch (...) {
+      unfinished_.pop_back();
+      throw;
+    }
     launched(on, options.name, at);
-    if (!declared.violation) return;
-    const auto address = reinterpret_cast<Address>(declared.violation->address);
+    try {
+      device_.synchronize(stream.inner(), at);  // one at a time is what this mode is for
+    } catch (const DeviceError&) {
+      return;  // the launch itself has succeeded, and its kernel may run still; a lost context tells of itself
+    }
+    unfinished_.pop_back();
+    if (!launch->declared.violation) return;
+    const auto address = reinterpret_cast<Address>(launch->declared.violation->address);
     const Cell* cell = map_.find(address);
     find({.fault = CheckFault::undeclared_access,
           .block = cell == nullptr ? nullptr : cell->block,
           .first = address,
           .last = address + 1},
-         work, declared.violation->write, known_on(on));
+         work, launch->declared.violation->write, known_on(on));
     deliver();
   }
 
@@ -966,7 +984,7 @@ class CheckedDevice {
       case CheckFault::undeclared_access:
         return "name the range in note_access, or do not touch it";
       case CheckFault::out_of_range:
-        if (finding.block == nullptr || finding.block->begin >= finding.first) return "no block is there";
+        if (finding.block == nullptr || finding.block->division) return "no block is there";
         return "'" + finding.block->name + "' has " + std::to_string(finding.block->end - finding.block->begin) +
                " bytes";
       case CheckFault::uninitialised_read:
@@ -1022,6 +1040,7 @@ class CheckedDevice {
   std::unordered_set<std::string> undeclared_;
   std::vector<CheckReport> found_;  ///< by the call that runs
   std::vector<CheckReport> reports_;
+  std::vector<std::shared_ptr<void>> unfinished_;  ///< launches that were not seen to end; what they look at
   mutable std::size_t told_ = 0;  ///< how many of them the caller has asked for
 };
 
