@@ -687,7 +687,7 @@ class Training {
     const bool unfinished = optimizer_->unfinished();
     CHECK(optimizer_->failed());
     if (unfinished) CHECK(lost([&] { optimizer_->resume(stream); }));
-    for (const std::uint64_t s : {1, 2, 3}) {
+    for (const std::uint64_t s : {1u, 2u, 3u}) {
       CHECK(harmless([&] { static_cast<void>(optimizer_->report(s)); }));
       CHECK(harmless([&] { static_cast<void>(optimizer_->try_report(s)); }));
     }

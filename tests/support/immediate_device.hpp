@@ -17,6 +17,11 @@
 #include "hbmoff/core/units.hpp"
 #include "hbmoff/device/device.hpp"
 
+// Outside of the device: a default argument of a member may not use initialisers of a nested class (CWG 1397).
+struct ImmediateLaunchOptions {
+  std::string_view name = "kernel";
+};
+
 /// No threads, no streams that run beside each other. Calls are counted and can be made to fail, as HostDevice's can.
 class ImmediateDevice {
  public:
@@ -48,9 +53,7 @@ class ImmediateDevice {
   using Event = Owner<EventTag>;
   using At = std::source_location;
   struct Options {};
-  struct LaunchOptions {
-    std::string_view name = "kernel";
-  };
+  using LaunchOptions = ImmediateLaunchOptions;
 
   explicit ImmediateDevice(Options = {}) {}
   ImmediateDevice(const ImmediateDevice&) = delete;
@@ -111,8 +114,11 @@ class ImmediateDevice {
   template <class Space>
   void note_divided(hbmoff::memory_span<const std::byte, Space>, bool) noexcept {}
 
-  /// The n-th call from now throws and has no effect; 0: none does.
-  void fail_call(std::uint64_t n) noexcept { fail_at_ = n == 0 ? 0 : calls_ + n; }
+  /// The n-th call from now throws and has no effect, and so do the `times - 1` after it; 0: none does.
+  void fail_call(std::uint64_t n, std::uint64_t times = 1) noexcept {
+    fail_at_ = n == 0 ? 0 : calls_ + n;
+    fail_times_ = times;
+  }
   [[nodiscard]] std::uint64_t calls_made() const { return calls_; }
   /// Whether the call that was to fail has been made.
   [[nodiscard]] bool failed() const { return fail_at_ != 0 && calls_ >= fail_at_; }
@@ -126,7 +132,8 @@ class ImmediateDevice {
     using hbmoff::DeviceError;
     ++calls_;
     if (lost_) throw DeviceError{DeviceError::Kind::context_lost, api, "work failed", at};
-    if (calls_ == fail_at_) throw DeviceError{DeviceError::Kind::call_failed, api, "failed on request", at};
+    if (fail_at_ != 0 && calls_ >= fail_at_ && calls_ - fail_at_ < fail_times_)
+      throw DeviceError{DeviceError::Kind::call_failed, api, "failed on request", at};
   }
   template <class F>
   void run(F& f) noexcept {
@@ -140,6 +147,7 @@ class ImmediateDevice {
   std::uint64_t ids_ = 0;
   std::uint64_t calls_ = 0;
   std::uint64_t fail_at_ = 0;
+  std::uint64_t fail_times_ = 1;
   bool lost_ = false;
 };
 
