@@ -104,8 +104,8 @@ struct CheckReport {
   }
 };
 
-/// A program's order, bounds or life times are wrong, found by `CheckedDevice`. The call had no effect (but a kernel has
-/// run when it touched bytes that its note does not name: `undeclared_access`).
+/// A program's order, bounds or life times are wrong, found by `CheckedDevice`. The call had no effect (but a kernel
+/// has run when it touched bytes that its note does not name: `undeclared_access`).
 class CheckError : public Error {
  public:
   explicit CheckError(CheckReport report) : Error{report.message()}, report_{std::move(report)} {}

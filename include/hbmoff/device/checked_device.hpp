@@ -32,9 +32,9 @@ namespace hbmoff {
 
 /// What a `CheckedDevice` does with what it finds.
 struct CheckOptions {
-  /// Where reports go as well. Outlives the device, so that it also gets those of the device's own end; the caller reads
-  /// it when no other thread uses the device. Without it the device prints on standard error, at its end, what was not
-  /// asked for by `reports()`.
+  /// Where reports go as well. Outlives the device, so that it also gets those of the device's own end; the caller
+  /// reads it when no other thread uses the device. Without it the device prints on standard error, at its end, what
+  /// was not asked for by `reports()`.
   std::vector<CheckReport>* reports = nullptr;
   /// A call that is at fault throws CheckError and has no effect. Else it is only noted, and goes through.
   bool throws = true;
@@ -84,8 +84,8 @@ struct LaunchOptionsOf<D> {
 ///   its note names; touching more is reported with its name.
 ///
 /// Thread-safe, as `D` is; calls take one lock, and one that waits for room on its stream holds it. Streams and events
-/// are its own; `inner` gives what `D` made. It takes memory for every stream and thread that ever was and for every range of
-/// bytes that was last touched differently from its neighbours.
+/// are its own; `inner` gives what `D` made. It takes memory for every stream and thread that ever was and for every
+/// range of bytes that was last touched differently from its neighbours.
 template <Device D>
 class CheckedDevice {
   struct StreamState;
@@ -419,8 +419,8 @@ class CheckedDevice {
   }
 
   /// `allocated`: the range is a block called `name` for work put on `stream` from now on, its content worthless.
-  /// `freed`: nothing put on `stream` or elsewhere from now on may touch the block. `named`: the name of a live block, or
-  /// of a part of one; parts that it overlaps lose theirs.
+  /// `freed`: nothing put on `stream` or elsewhere from now on may touch the block. `named`: the name of a live block,
+  /// or of a part of one; parts that it overlaps lose theirs.
   template <class Space>
   void note_block(BlockNote what, memory_span<const std::byte, Space> memory, std::string_view name, StreamRef stream,
                   At at = At::current()) {
@@ -1002,6 +1002,17 @@ class CheckedDevice {
     };
     CheckReport report{.fault = finding.fault, .later = seen(work, writes), .remedy = remedy(finding, work, clock)};
     if (finding.earlier.by != AccessBy::nobody) report.earlier = seen(finding.earlier, finding.earlier_writes);
+    // A launch that reads and writes the same bytes is at fault once.
+    const auto same = [](const CheckedAccess& a, const CheckedAccess& b) {
+      return a.actor == b.actor && a.tensor == b.tensor && a.first_byte == b.first_byte && a.bytes == b.bytes &&
+             a.at.line() == b.at.line();
+    };
+    for (const CheckReport& other : found_) {
+      if (same(other.later, report.later) && other.earlier.has_value() == report.earlier.has_value() &&
+          (!report.earlier || same(*other.earlier, *report.earlier))) {
+        return;
+      }
+    }
     found_.push_back(std::move(report));
   }
 

@@ -146,8 +146,8 @@ class AccessMap {
   using Cells = std::map<Address, Cell>;
   using iterator = Cells::iterator;
 
-  /// Cuts cells at both ends of [begin, end), and calls `f(begin, cell)` on each cell in it and `gap(begin, end)` on each
-  /// stretch where none is, in order.
+  /// Cuts cells at both ends of [begin, end), and calls `f(begin, cell)` on each cell in it and `gap(begin, end)` on
+  /// each stretch where none is, in order.
   template <class F, class Gap>
   void visit(Address begin, Address end, F&& f, Gap&& gap) {
     if (begin == end) return;
