@@ -39,6 +39,16 @@ inline void require(bool condition, const std::string& otherwise) {
   if (!condition) finding(otherwise);
 }
 
+/// Pinned memory for an arena, which would else ask the system first how much there is: that takes longer than a program.
+struct Pinned {
+  Pinned(Checked& of, Bytes bytes) : device{of}, memory{of.allocate_pinned(bytes)} {}
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  ~Pinned() { device.free_pinned(memory); }
+  Checked& device;
+  pinned_span<std::byte> memory;
+};
+
 /// Decisions, one byte each.
 class Input {
  public:
