@@ -45,7 +45,10 @@ constexpr uint64_t padded(uint64_t floats) { return (floats + 63) / 64 * 64; }
 /// on |r| <= ln 2 / 2.
 inline float exp_nonpositive(float x) {
   // Among numbers that are not positive the larger has the smaller bits. Of std::max g++ makes a branch.
-  const float y = std::bit_cast<float>(std::min(std::bit_cast<std::uint32_t>(x), std::bit_cast<std::uint32_t>(-87.0f)));
+  constexpr std::uint32_t least = std::bit_cast<std::uint32_t>(-87.0f), infinity = 0x7f800000u, above = 0x80000000u;
+  const std::uint32_t bits = std::min(std::bit_cast<std::uint32_t>(x), least);
+  // No integer stands for an infinity or a NaN: the last line makes them a NaN, whatever n is.
+  const float y = std::bit_cast<float>(bits - infinity < above - infinity ? least : bits);
   const float n = static_cast<float>(static_cast<int>(y * 1.44269504f - 0.5f));  // truncation rounds y <= 0 to nearest
   const float r = (y - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
   float p = 1.0f / 5040;

@@ -231,6 +231,8 @@ class HostDevice {
         streams_.reserve(streams_.size() + 1);
         auto state = std::make_unique<StreamState>(this, options_.ring_capacity);
         state->worker = std::thread{[queue = &state->queue] { run_worker(*queue); }};
+        // A thread may take memory when it starts: that belongs to this call, not to a step of the training.
+        state->queue.wait_done(state->queue.push<Started>([] {}));
         idle_streams_ = state.get();
         streams_.push_back(std::move(state));
       }
@@ -575,6 +577,10 @@ class HostDevice {
       position.queue->wait_done(position.ticket);
       return (std::max)(start, position.queue->ended(position.ticket));
     }
+  };
+
+  struct Started {
+    TimePoint operator()(TimePoint start) const noexcept { return start; }
   };
 
   struct Stamp {
