@@ -88,6 +88,7 @@ class Program {
             require(static_cast<bool>(live.buffer), "a free that failed took the buffer");
             if (in_.flip()) {
               live.stream = stream;
+              if (arena_->options().fill_freed) live.serial = 0;  // the fill may have come before what failed
               return touch(live);  // it is alive as before
             }
             again([&] { live.buffer.free(stream); });

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -73,43 +74,37 @@ class Input {
   std::size_t next_ = 0;
 };
 
-/// A call that must be refused as a misuse.
-template <class F>
-void expect_refused(const char* what, F&& f) {
-  try {
-    f();
-  } catch (const InvalidArgument&) {
-    return;
-  }
-  finding(std::string{what} + " was not refused");
-}
-
 /// Makes a call that may fail on request again until it succeeds.
 template <class F>
 void again(F&& f) {
   while (true) {
     try {
-      return f();
+      f();
+      return;
     } catch (const DeviceError& error) {
       if (error.context_lost()) throw;
     }
   }
 }
 
+/// A call that must be refused as a misuse, whatever fails before it is.
+template <class F>
+void expect_refused(const char* what, F&& f) {
+  try {
+    again(f);
+  } catch (const InvalidArgument&) {
+    return;
+  }
+  finding(std::string{what} + " was not refused");
+}
+
 /// Makes later work on `later` wait for the work on `earlier`.
 inline void order(Checked& device, StreamRef later, StreamRef earlier) {
   if (later == earlier) return;
-  const Checked::Event event = [&] {
-    while (true) {
-      try {
-        return device.create_event();
-      } catch (const DeviceError& error) {
-        if (error.context_lost()) throw;
-      }
-    }
-  }();
-  again([&] { device.record(event, earlier); });
-  again([&] { device.wait(later, event); });
+  std::optional<Checked::Event> event;
+  again([&] { event = device.create_event(); });
+  again([&] { device.record(*event, earlier); });
+  again([&] { device.wait(later, *event); });
 }
 
 /// Byte `i` of the content that `serial` stands for.

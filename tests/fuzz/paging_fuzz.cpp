@@ -326,8 +326,7 @@ class Program {
     require(s.scheduler->expects(step.page, step.access), "the scheduler expects another page");
     const StreamRef stream = any_stream();
     if (leased(s, p)) {
-      expect_refused("a page leased twice",
-                     [&] { again([&] { static_cast<void>(s.scheduler->lease(step.page, stream)); }); });
+      expect_refused("a page leased twice", [&] { static_cast<void>(s.scheduler->lease(step.page, stream)); });
       return;
     }
     bool may_be_refused = false;  // what was committed and is leased for writing again cannot go home
@@ -480,7 +479,7 @@ class Program {
     HbmBuffer small, replacement, donated;
     again([&] { small = hbm_.allocate(Bytes{slot_bytes_ - 1}, "too small", Role::workspace, first); });
     expect_refused("a replacement too small, or a page that is written, ",
-                   [&] { again([&] { donated = held.lease.donate(std::move(small)); }); });
+                   [&] { donated = held.lease.donate(std::move(small)); });
     require(static_cast<bool>(small), "a donation that was refused took the replacement");
     if (writes(held.access)) return;
     const bool dirty = held.of->scheduler->dirty(held.of->pages[held.page].id);
@@ -610,8 +609,7 @@ class Program {
     const bool running = s.plan && s.cursor < s.plans[*s.plan].size();
     for (const PageModel& page : s.pages) {
       if (running && s.plans[*s.plan][s.cursor].page == page.id) continue;
-      expect_refused("a page that is not the plan's next",
-                     [&] { again([&] { static_cast<void>(s.scheduler->lease(page.id, a_)); }); });
+      expect_refused("a page that is not the plan's next", [&] { static_cast<void>(s.scheduler->lease(page.id, a_)); });
       return;
     }
   }

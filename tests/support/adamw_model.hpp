@@ -158,7 +158,7 @@ class AdamWModel {
       }
       squared = tree_sum(sums.data(), sums.size());
     }
-    const double norm = std::sqrt(squared) * static_cast<double>(options.gradient_scale);
+    const double norm = std::sqrt(squared) * std::fabs(static_cast<double>(options.gradient_scale));
     const double scale =
         static_cast<double>(options.gradient_scale) * clip_scale(norm, static_cast<double>(options.max_norm));
     ++steps;

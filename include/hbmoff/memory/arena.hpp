@@ -141,7 +141,7 @@ class Arena {
 
     /// Gives the block back behind the work put on `stream` so far; work of other streams that uses it must already be
     /// ordered before that. Does nothing on an empty buffer. When a device call fails it throws the device's error and
-    /// the buffer still owns its block.
+    /// the buffer still owns its block (with `fill_freed` its content may be gone).
     void free(StreamRef stream, std::source_location at = std::source_location::current()) {
       if (slot_ != no_slot) arena_->release(slot_, stream, at);
       forget();
