@@ -224,7 +224,7 @@ run 0 "${small[@]}" --offload all --share-slots --depth 300 --steps 1
 echo '{"event":"before"}' >kept.jsonl
 run 3 "${small[@]}" --batch 1048576 --context 1024 --log kept.jsonl
 check "the missing bytes on this machine" grep -q "([0-9]* bytes) more than the limit" err
-check "what the machine has" grep -q "what this machine has left" err
+check "what the machine has" grep -q "what this machine has left: " err
 check "a log of before" test "$(cat kept.jsonl)" = '{"event":"before"}'
 run 3 "${small[@]}" --hbm 4096 --log kept.jsonl
 check "a log of before" test "$(cat kept.jsonl)" = '{"event":"before"}'

@@ -100,13 +100,21 @@ inline hbmoff::MemoryEstimate estimate_run(const Options& o) {
   return o.dtype == DType::fp32 ? estimate_run<float>(o) : estimate_run<bf16>(o);
 }
 
+/// What a limit bounds: HBM, or HBM and pinned host memory together, as on a machine where one is part of the other.
+enum class Bounds { hbm, both };
+
 /// What fills HBM, how much is missing, and the first of a list of options under which the run does fit.
-inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEstimate& estimate) {
+inline std::string why_it_does_not_fit(const Options& o, Bytes limit, Bounds bounds) {
   using namespace hbmoff;
-  const Bytes needed = estimate.total(Tier::hbm);
-  std::string text = "the run needs " + to_string(needed) + " of HBM (" + std::to_string(needed.count()) + " bytes), " +
-                     to_string(needed - *o.hbm) + " (" + std::to_string((needed - *o.hbm).count()) +
-                     " bytes) more than the limit of " + to_string(*o.hbm) + ":";
+  const auto bounded = [&](const MemoryEstimate& e) {
+    return bounds == Bounds::hbm ? e.total(Tier::hbm) : e.total(Tier::hbm) + e.total(Tier::pinned_host);
+  };
+  const MemoryEstimate estimate = estimate_run(o);
+  const Bytes needed = bounded(estimate);
+  std::string text = "the run needs " + to_string(needed) + " of HBM" +
+                     (bounds == Bounds::both ? " and pinned host memory" : "") + " (" + std::to_string(needed.count()) +
+                     " bytes), " + to_string(needed - limit) + " (" + std::to_string((needed - limit).count()) +
+                     " bytes) more than the limit of " + to_string(limit) + ":";
   for (std::uint32_t role = 0; role < role_count; ++role) {
     const Bytes bytes = estimate.of(Tier::hbm, static_cast<Role>(role));
     if (bytes != Bytes{}) text += " " + std::string{to_string(static_cast<Role>(role))} + " " + to_string(bytes) + ",";
@@ -129,7 +137,8 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
           changed.share_slots = o.share_slots && offload == Offload::all;
           if (offload == Offload::all || recompute != o.recompute) changed.keep_last = 0;
           if (depth < 2) changed.keep_last = 0;
-          const Bytes takes = estimate_run(changed).total(Tier::hbm);
+          const MemoryEstimate other = estimate_run(changed);
+          const Bytes takes = bounded(other);
           if (takes >= least) continue;
           least = takes;
           std::string words;
@@ -138,9 +147,9 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
           if (changed.page != o.page) words += " --page " + format_bytes(changed.page);
           if (changed.depth != o.depth) words += " --depth " + std::to_string(changed.depth);
           if (changed.recompute != o.recompute) words += " --recompute " + std::to_string(changed.recompute);
-          best = words + " (" + to_string(takes) + ", and " +
-                 to_string(estimate_run(changed).total(Tier::pinned_host)) + " of pinned host memory)";
-          if (takes <= *o.hbm) return text + " It fits with" + *best + ".";
+          best = words + " (" + to_string(other.total(Tier::hbm)) + ", and " +
+                 to_string(other.total(Tier::pinned_host)) + " of pinned host memory)";
+          if (takes <= limit) return text + " It fits with" + *best + ".";
         }
       }
     }
@@ -154,18 +163,12 @@ inline std::string why_it_does_not_fit(const Options& o, const hbmoff::MemoryEst
 inline void require_memory(const Options& o) {
   using namespace hbmoff;
   const MemoryEstimate estimate = estimate_run(o);
-  const Bytes needed = estimate.total(Tier::hbm), pinned = estimate.total(Tier::pinned_host);
-  if (o.hbm) {
-    if (needed > *o.hbm) throw DoesNotFit{why_it_does_not_fit(o, estimate)};
-    return;
-  }
+  const Bytes needed = estimate.total(Tier::hbm);
+  if (o.hbm && needed > *o.hbm) throw DoesNotFit{why_it_does_not_fit(o, *o.hbm, Bounds::hbm)};
   const HostMemoryLimit machine = host_memory_limit();
-  if (needed + pinned <= machine.available) return;
-  Options limited = o;
-  limited.hbm = machine.available > pinned ? machine.available - pinned : Bytes{1};
-  throw DoesNotFit{why_it_does_not_fit(limited, estimate) + " (The limit is what this machine has left beside " +
-                   to_string(pinned) + " of pinned host memory: " + to_string(machine.available) + ", " +
-                   machine.set_by + ".)"};
+  if (needed + estimate.total(Tier::pinned_host) <= machine.available) return;
+  throw DoesNotFit{why_it_does_not_fit(o, machine.available, Bounds::both) +
+                   " (The limit is what this machine has left: " + machine.set_by + ".)"};
 }
 
 /// A hash over bits, word by word: FNV-1a on 64-bit words, whose high bits are folded back so that they count too.
