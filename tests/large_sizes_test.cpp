@@ -19,8 +19,8 @@ constexpr std::uint64_t two_31 = std::uint64_t{1} << 31;
 
 struct Machine {
   LoggingDevice device{HostDeviceOptions{.hbm_capacity = 1_TiB, .ring_capacity = 1 << 14, .no_touch = true}};
-  HbmArena<LoggingDevice> hbm{device, 512_GiB, {.max_blocks = 4096}};
-  PinnedHostArena<LoggingDevice> host{device, 512_GiB, {.max_blocks = 8192}};
+  HbmArena<LoggingDevice> hbm{device, 128_GiB, {.max_blocks = 4096}};
+  PinnedHostArena<LoggingDevice> host{device, 128_GiB, {.max_blocks = 8192}};
   LoggingDevice::Stream stream = device.create_stream("compute");
 };
 
