@@ -435,6 +435,54 @@ TEST_CASE("what was committed and kept is seen by the next page that overlaps it
   CHECK(seen[7] == updated_word(updated_word(written_word(1, 7), 5, 7), 6, 7));
 }
 
+// Found by fuzzing: the newest content of one part hid that the other had become out of date.
+TEST_CASE("a kept page that was written reads anew what others wrote, during its lease, beside what it wrote") {
+  const Watchdog watchdog{"a part of a page"};
+  for (const bool kept_by_other : {false, true}) {
+    for (const bool brought_home_before : {false, true}) {
+      CAPTURE(kept_by_other);
+      CAPTURE(brought_home_before);
+      HomeBench bench;
+      Scheduler other{bench.hbm, page_bytes, Role::other, options(3, "other")};
+      Scheduler scheduler{bench.hbm, page_bytes * 2, Role::other, options(2, "scheduler")};
+      const PageId single = bench.cut(other)[0];
+      const PageId pair = scheduler.add_page(
+          {.label = "pair",
+           .parts = {{&bench.home, 0, 0, page_bytes, Access::read},
+                     {&bench.home, page_bytes.count(), page_bytes.count(), page_bytes, Access::read_write}}});
+      std::vector<PlanStep> singles{{single, Access::read_write}};
+      if (kept_by_other) singles.push_back({single, Access::read});
+      other.begin(other.add_plan(singles));
+      scheduler.begin(scheduler.add_plan({{pair, Access::read_write}, {pair, Access::read}}));
+      {
+        auto lease = scheduler.lease(pair, bench.side);
+        auto lease_of_other = other.lease(single, bench.main);
+        enqueue_update(bench.device, bench.main, words_of(lease_of_other), 4);
+        lease_of_other.commit();
+        enqueue_update(bench.device, bench.side, lease.as<std::uint32_t>(page_bytes.count(), page_words), 5);
+        lease.commit();
+      }
+      CHECK(other.dirty(single) == kept_by_other);
+      CHECK(scheduler.dirty(pair));
+      if (brought_home_before) bench.home.synchronize(page_bytes.count(), page_bytes.count());
+      CHECK(scheduler.dirty(pair) == !brought_home_before);
+      std::vector<std::uint32_t> seen(2 * page_words);
+      {
+        auto lease = scheduler.lease(pair, bench.side);
+        CHECK_FALSE(lease.hit());
+        enqueue_read(bench.device, bench.side, words_of(lease, 2), seen.data());
+      }
+      CHECK(scheduler.stats().write_backs == 1);
+      CHECK(scheduler.stats().fills == 2);
+      bench.device.synchronize(bench.side);
+      for (std::uint64_t i = 0; i < page_words; ++i) {
+        REQUIRE(seen[i] == updated_word(written_word(1, i), 4, i));
+        REQUIRE(seen[page_words + i] == updated_word(written_word(1, page_words + i), 5, i));
+      }
+    }
+  }
+}
+
 TEST_CASE("loading a home makes every copy of it worthless: dropped unwritten, also after a failed write-back") {
   const Watchdog watchdog{"invalidate"};
   HomeBench bench;

@@ -314,7 +314,7 @@ class PrefetchScheduler {
         throw InvalidArgument{"page " + p.label + " overlaps a page whose newest content is leased for writing"};
       }
       if (p.slot == nullptr) assign(p, take_slot(p, at), page);
-      drop_if_stale(p);
+      drop_if_stale(p, at);
       const bool hit = p.slot->valid && !p.filled;
       if (reads(access) && !p.slot->valid) fill(p, *p.slot, at);
       fill_ahead(at);
@@ -503,11 +503,19 @@ class PrefetchScheduler {
     return sum;
   }
 
-  // A copy made under an older generation is worthless, whatever it holds; a clean one also when its home was written.
-  static void drop_if_stale(Page& page) {
+  // A copy made under an older generation is worthless, whatever it holds.
+  static void drop_if_replaced(Page& page) {
     Slot<D>& slot = *page.slot;
     if (slot.generation != generation(page)) slot.valid = slot.dirty = slot.launched = false;
-    if (!slot.dirty && slot.version != version(page)) slot.valid = false;
+  }
+  // Before a slot is used again: what it holds is read anew when its home was written since. What it holds that is not
+  // home yet goes there first; nobody else wrote that, but it may have been read beside it.
+  void drop_if_stale(Page& page, std::source_location at) {
+    drop_if_replaced(page);
+    Slot<D>& slot = *page.slot;
+    if (slot.version == version(page)) return;
+    if (slot.dirty) write_back(page, slot, at);
+    slot.valid = false;
   }
 
   // Before a page is leased or filled: see `Home::Sharer::publish`.
@@ -532,7 +540,7 @@ class PrefetchScheduler {
           !(to_write && std::any_of(page.in.begin(), page.in.end(), overlaps))) {
         continue;
       }
-      drop_if_stale(page);
+      drop_if_replaced(page);
       if (!slot->dirty) continue;
       if (slot->leased_for_writing) return false;
       write_back(page, *slot, at);
@@ -682,7 +690,7 @@ class PrefetchScheduler {
       if (earlier) continue;
       if (page.slot != nullptr) {
         if (page.slot->leased) continue;
-        drop_if_stale(page);
+        drop_if_stale(page, at);
         if (page.slot->valid || !reads(step.access) || !publish_others(page, step.access, at)) continue;
         fill(page, *page.slot, at);  // out of date, or assigned by a call that failed before its fill
         continue;
@@ -708,7 +716,6 @@ class PrefetchScheduler {
   void write_back(Page& page, Slot<D>& slot, std::source_location at) {
     if (nothing_in(page, page.out)) {
       slot.dirty = slot.launched = false;
-      slot.version = version(page);
       return;
     }
     slot.order_releases_before(device(), copy_out_->stream(), at);
@@ -728,10 +735,11 @@ class PrefetchScheduler {
       mark = {copy_out_, copy_out_->advance()};
       slot.note_copy(mark);
       last_write_back_ = mark.ticket;
+      const std::uint64_t before = version(page);
       range.home->note_write(range.home_offset, count, mark);
+      slot.version += version(page) - before;  // its own write makes it no older
     }
     slot.dirty = slot.launched = false;
-    slot.version = version(page);
     observer_.end(Activity::write_back, copy_out_->stream());
     ++stats_.write_backs;
     copy_out_->record(at);
@@ -741,7 +749,7 @@ class PrefetchScheduler {
   void end_use(Page& page, std::source_location at) {
     Slot<D>& slot = *page.slot;
     if (slot.fate == SlotFate::retain) return;
-    drop_if_stale(page);
+    drop_if_replaced(page);
     if (slot.dirty && slot.fate == SlotFate::write_back) write_back(page, slot, at);
     if (options_.fill_evicted) poison(slot, at);
     page.slot = nullptr;
@@ -786,7 +794,6 @@ class PrefetchScheduler {
     if (!slot.permanent && written) {
       stale = slot.generation != generation(page_in(slot));
       slot.valid = slot.dirty = !stale;
-      slot.version = version(page_in(slot));
       if (stale) slot.fate = SlotFate::release;
     }
     slot.launched = false;  // from here on `dirty` says it
@@ -801,7 +808,6 @@ class PrefetchScheduler {
     if (slot.permanent) {
       slot.launched = false;
     } else if (slot.launched) {
-      slot.version = version(page_in(slot));
       slot.valid = slot.dirty = true;
       slot.fate = SlotFate::write_back;
       unsettled_ = true;
