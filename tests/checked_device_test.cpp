@@ -978,6 +978,23 @@ TEST_CASE("under memory protection a kernel that touches more than it said is na
 
 // ---------------------------------------------------------------------------------------------------- modes
 
+TEST_CASE("faults of the device underneath are asked for through it") {
+  CheckedDevice<HostDevice> device{{.hbm_capacity = 1_MiB}};
+  auto stream = device.create_stream("s");
+  auto x = device.allocate_device(64_B);
+  const std::uint64_t copies = device.calls_made(CallKind::copy);
+  device.inject(Fault{.kinds = CallKind::copy, .nth = 2});
+  device.fill_async(x, any, stream);
+  CHECK(device.calls_made(CallKind::copy) == copies + 1);
+  CHECK(device.clear_fault());
+  CHECK_FALSE(device.clear_fault());
+  device.fill_async(x, any, stream);
+  device.inject(Fault{.kinds = CallKind::copy});
+  CHECK(thrown_by<DeviceError>([&] { device.fill_async(x, any, stream); }).has_value());
+  CHECK(device.calls_made() == device.inner().calls_made());
+  device.free_device(x);
+}
+
 TEST_CASE("collecting notes faults and lets them through") {
   Bench<ImmediateDevice> t{false};  // on one that runs beside itself these would be races
   t.device.fill_async(t.x, std::byte{1}, t.a);

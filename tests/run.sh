@@ -5,14 +5,14 @@
 #   bash tests/run.sh [--nightly] [--stages LIST]
 #
 #   --nightly       adds the long tests (CTest label `nightly`)
-#   --stages LIST   some of: dev,asan-ubsan,tsan,clang16,clang19,coverage (default: all, comma-separated)
+#   --stages LIST   some of: dev,asan-ubsan,tsan,clang16,clang19,coverage,fuzz (default: all, comma-separated)
 #
 # Every build, every CTest test and every check counts once. The last line is `N passed, N failed`; the exit status is
 # zero only when nothing failed. A test that is skipped or not run counts as failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-all_stages=dev,asan-ubsan,tsan,clang16,clang19,coverage
+all_stages=dev,asan-ubsan,tsan,clang16,clang19,coverage,fuzz
 stages=$all_stages
 nightly=no
 minimum_coverage=95
@@ -71,6 +71,10 @@ if has_stage clang16; then need_command clang++-16 clang-16; fi
 if has_stage clang19 || has_stage asan-ubsan; then need_command clang++-19 clang-19; fi
 if has_stage asan-ubsan && [ ! -d /usr/lib/llvm-19/lib/clang/19/lib ]; then packages+=(libclang-rt-19-dev); fi
 if has_stage coverage; then need_command gcovr gcovr; fi
+if has_stage fuzz; then
+  need_command clang++-19 clang-19
+  compgen -G '/usr/lib/llvm-19/lib/clang/19/lib/*/*fuzzer*.a' >/dev/null || packages+=(libclang-rt-19-dev)
+fi
 
 if [ ${#packages[@]} -gt 0 ]; then
   echo "missing: ${packages[*]}"
@@ -133,8 +137,8 @@ if has_stage asan-ubsan && build asan-ubsan; then run_tests asan-ubsan ctest --p
 
 if has_stage tsan && build tsan; then
   # GCC 12's ThreadSanitizer cannot map its shadow where the kernel randomises addresses by more than 28 bits.
-  fixed_addresses=()
-  if [ "$(cat /proc/sys/vm/mmap_rnd_bits 2>/dev/null || echo 0)" -gt 28 ]; then fixed_addresses=(setarch "$(uname -m)" -R); fi
+  fixed_addresses=(setarch "$(uname -m)" -R)
+  if ! "${fixed_addresses[@]}" true 2>/dev/null; then fixed_addresses=(); fi
   run_tests tsan "${fixed_addresses[@]}" ctest --preset tsan
 fi
 
@@ -156,6 +160,42 @@ if has_stage coverage && build coverage; then
   fi
   cat build/coverage/lines.txt
   $verdict "line coverage $(sed -n 's/^TOTAL.* \([0-9]*%\).*/\1/p' build/coverage/lines.txt), at least $minimum_coverage% asked ($((SECONDS - start)) s)"
+fi
+
+# Searches with every fuzz target, two at a time, for HBMOFF_FUZZ_SECONDS in all (default: 3 minutes; nightly: 3 hours).
+# What is found lies in build/fuzz/findings; what widened the search is kept in build/fuzz/corpus.
+if has_stage fuzz && build fuzz; then
+  fuzz_targets=(tests/fuzz/*_fuzz.cpp)
+  fuzz_targets=("${fuzz_targets[@]##*/}")
+  fuzz_targets=("${fuzz_targets[@]%_fuzz.cpp}")
+  fuzz_seconds=180
+  if [ $nightly = yes ]; then fuzz_seconds=10800; fi
+  fuzz_seconds=$((${HBMOFF_FUZZ_SECONDS:-$fuzz_seconds} / ${#fuzz_targets[@]}))
+  search() {  # search TARGET
+    rm -rf "build/fuzz/findings/$1"
+    mkdir -p "build/fuzz/corpus/$1" "build/fuzz/findings/$1"
+    "build/fuzz/tests/$1_fuzz" "build/fuzz/corpus/$1" "tests/fuzz/corpus/$1" -max_len=1024 -len_control=0 -timeout=20 \
+      -rss_limit_mb=2048 -max_total_time="$fuzz_seconds" -print_final_stats=1 \
+      -artifact_prefix="build/fuzz/findings/$1/" >"build/fuzz/$1.log" 2>&1
+    echo $? >"build/fuzz/$1.status"
+  }
+  for target in "${fuzz_targets[@]}"; do
+    while [ "$(jobs -rp | wc -l)" -ge 2 ]; do wait -n; done
+    search "$target" &
+  done
+  wait
+  for target in "${fuzz_targets[@]}"; do
+    tail -n 15 "build/fuzz/$target.log"
+    if [ "$(cat "build/fuzz/$target.status")" -eq 0 ]; then
+      pass "fuzz $target: $(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$target.log") programs in $fuzz_seconds s"
+    else
+      fail "fuzz $target: see build/fuzz/$target.log"
+      grep -a FINDING -A4 "build/fuzz/$target.log"
+      for reproducer in "build/fuzz/findings/$target"/*; do
+        if [ -f "$reproducer" ]; then echo "reproducer of fuzz $target, base64: $(base64 -w0 "$reproducer")"; fi
+      done
+    fi
+  done
 fi
 
 finish

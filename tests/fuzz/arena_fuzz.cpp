@@ -53,7 +53,8 @@ class Program {
     capacity_ = capacity;
     require(arena_->capacity().count() == capacity, "the capacity is not what was asked for");
     for (int steps = 0; steps < 400 && !in_.empty(); ++steps) {
-      device_.inner().fail_call(in_.one_in(6) ? in_.between(1, 4) : 0, in_.between(1, 3));
+      const std::uint32_t failing = in_.one_in(6) ? in_.between(1, 4) : 0, times = in_.between(1, 3);
+      device_.inner().fail_call(failing, times);
       step();
       device_.inner().fail_call(0);
       check_usage();
@@ -133,7 +134,8 @@ class Program {
     if (kind == 0) return in_.pick(sizes);
     if (kind == 1) return arena_->usage().largest_free.count() - (in_.flip() && capacity_ > 256 ? 1 : 0);
     if (kind == 2) return std::uint64_t{in_.byte()} * 128;
-    return capacity_ / in_.between(1, 5) + in_.below(2);
+    const std::uint64_t share = capacity_ / in_.between(1, 5);
+    return share + in_.below(2);
   }
 
   void allocate() {

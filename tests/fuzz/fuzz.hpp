@@ -50,7 +50,8 @@ struct Pinned {
   pinned_span<std::byte> memory;
 };
 
-/// Decisions, one byte each.
+/// Decisions, one byte each. Two of them never stand in one list of arguments or one sum: compilers differ in which comes
+/// first, and an input must mean the same to all.
 class Input {
  public:
   Input(const std::uint8_t* data, std::size_t size) : bytes_{data, size} {}

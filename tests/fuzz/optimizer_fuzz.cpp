@@ -55,7 +55,7 @@ class Program {
                                               device.create_stream("c"), device.create_stream("before")},
         pinned_{device, Bytes{128 << 10}},
         hbm_{device, Bytes{256 << 10}, {.max_blocks = 256, .fill_freed = input.flip()}},
-        host_{device, pinned_.memory, {.max_blocks = 64, .fill_freed = input.flip()}} {}
+        host_{device, pinned_.memory, {.max_blocks = 256, .fill_freed = input.flip()}} {}
 
   void run(Policy policy) {
     policy_ = std::move(policy);
@@ -284,6 +284,10 @@ class Program {
     reader_[set_] = stream;
     weights_on_ = stream;
     if (!prepared_) prepared(Moments::reset);
+    if (optimizer_->steps() == model_->steps - base_) {  // the preparation was cut short
+      require(!completed, "a step was not counted");
+      return lose();
+    }
     const StepReport expected = model_->step(source, groups_, options, options.norm != nullptr ? &norm : nullptr);
     reports_[expected.step - base_] = expected;
     require(optimizer_->steps() == expected.step - base_, "a step has another number");
@@ -345,7 +349,9 @@ class Program {
   template <class F>
   bool operation(StreamRef stream, F&& call) {
     const auto arm = [&] {
-      device_.inner().fail_call(in_.one_in(3) ? 1 + in_.byte() % (in_.flip() ? 16 : 120) : 0, in_.between(1, 2));
+      const std::uint32_t most = in_.flip() ? 16 : 120;
+      const std::uint32_t failing = in_.one_in(3) ? in_.between(1, most) : 0, times = in_.between(1, 2);
+      device_.inner().fail_call(failing, times);
     };
     arm();
     bool done = false;

@@ -83,7 +83,8 @@ class Program {
   void run() {
     setup();
     for (int steps = 0; steps < 300 && !in_.empty(); ++steps) {
-      device_.inner().fail_call(in_.one_in(5) ? in_.between(1, 8) : 0, in_.between(1, 2));
+      const std::uint32_t failing = in_.one_in(5) ? in_.between(1, 8) : 0, times = in_.between(1, 2);
+      device_.inner().fail_call(failing, times);
       step();
       device_.inner().fail_call(0);
     }
@@ -379,8 +380,7 @@ class Program {
 
   // From here on the page holds nothing beyond its limit.
   void cut(PageModel& page) {
-    if (page.limit >= page.content) return;
-    page.content = page.limit;
+    page.content = std::min(page.content, page.limit);
     for (std::size_t i = 0; i < page.parts.size(); ++i) {
       const auto& part = page.parts[i];
       if (!writes(part.access)) continue;

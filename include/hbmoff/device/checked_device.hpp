@@ -27,6 +27,7 @@
 #include "hbmoff/device/check_report.hpp"
 #include "hbmoff/device/detail/access_map.hpp"
 #include "hbmoff/device/device.hpp"
+#include "hbmoff/device/fault_injection.hpp"
 
 namespace hbmoff {
 
@@ -487,6 +488,16 @@ class CheckedDevice {
     requires requires(D& d) { d.inject(std::forward<Fault>(fault)); }
   {
     device_.inject(std::forward<Fault>(fault));
+  }
+  bool clear_fault() noexcept
+    requires requires(D& d) { d.clear_fault(); }
+  {
+    return device_.clear_fault();
+  }
+  [[nodiscard]] std::uint64_t calls_made(CallKinds kinds = CallKinds::any()) const noexcept
+    requires requires(const D& d) { d.calls_made(kinds); }
+  {
+    return device_.calls_made(kinds);
   }
 
  private:
