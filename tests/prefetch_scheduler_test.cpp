@@ -796,6 +796,42 @@ TEST_CASE("a limit cuts a page's copies until it is set again") {
   }
 }
 
+// Found by fuzzing: the write-back followed the new limit, and brought home what nothing had written.
+TEST_CASE("a limit that grows: what a kept page does not hold is read from its home, and never written there") {
+  const Watchdog watchdog{"a growing limit"};
+  Small bench{1};
+  Scheduler& scheduler = bench.scheduler;
+  const PageId page = bench.page(0);
+  const PlanId plan = scheduler.add_plan({{page, Access::write}, {page, Access::read_write}, {page, Access::read}});
+  for (const std::uint64_t limit : {std::uint64_t{0}, std::uint64_t{16}, page_bytes.count() - 4}) {
+    for (const bool read_after : {false, true}) {
+      write_home(bench.pages.home, 1);
+      scheduler.begin(plan);
+      scheduler.limit(page, Bytes{limit});
+      {
+        auto lease = scheduler.lease(page, bench.main);
+        enqueue_write(bench.device, bench.main, lease.as<std::uint32_t>(0, limit / 4), 7);
+        lease.commit();
+      }
+      scheduler.limit(page, page_bytes);
+      { auto discarded = scheduler.lease(page, bench.main); }
+      std::vector<std::uint32_t> seen(words_of_a_page);
+      if (read_after) {
+        auto lease = scheduler.lease(page, bench.main);
+        enqueue_read(bench.device, bench.main, lease.as<std::uint32_t>(0, words_of_a_page), seen.data());
+      }
+      scheduler.finish(bench.main);
+      bench.device.synchronize(bench.main);
+      const auto* home = reinterpret_cast<const std::uint32_t*>(bench.pages.home.memory().data());
+      for (std::uint64_t i = 0; i < words_of_a_page; ++i) {
+        const std::uint32_t expected = written_word(4 * i < limit ? 7 : 1, i);
+        REQUIRE(home[i] == expected);
+        if (read_after) REQUIRE(seen[i] == expected);
+      }
+    }
+  }
+}
+
 TEST_CASE("discarded writes leave the home as it was, and what an earlier lease committed") {
   const Watchdog watchdog{"discard"};
   Small bench{2};

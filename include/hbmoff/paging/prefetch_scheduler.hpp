@@ -314,7 +314,7 @@ class PrefetchScheduler {
         throw InvalidArgument{"page " + p.label + " overlaps a page whose newest content is leased for writing"};
       }
       if (p.slot == nullptr) assign(p, take_slot(p, at), page);
-      drop_if_stale(p, at);
+      drop_if_stale(p, access, at);
       const bool hit = p.slot->valid && !p.filled;
       if (reads(access) && !p.slot->valid) fill(p, *p.slot, at);
       fill_ahead(at);
@@ -327,7 +327,6 @@ class PrefetchScheduler {
       slot.leased_for_writing = writes(access);
       p.discarded = false;
       slot.generation = generation(p);
-      slot.version = version(p);
       slot.next_use = plan_->next_use[cursor_];
       slot.fate = plan_->keep[cursor_]                     ? SlotFate::retain
                   : slot.next_use != never || !p.transient ? SlotFate::write_back
@@ -340,7 +339,7 @@ class PrefetchScheduler {
   }
 
   /// Of a page leased or about to be leased for writing: only its first `bytes` hold content from now on, and only they
-  /// are copied. Stays until it is set again.
+  /// are copied. Stays until it is set again; more than before are read from the home.
   void limit(PageId page, Bytes bytes) { page_at(page).limit = bytes.count(); }
 
   /// Ends the plan: kept pages are written back (or dropped, when transient) and `stream` waits for every write-back.
@@ -482,9 +481,9 @@ class PrefetchScheduler {
     ranges.push_back(range);
   }
 
-  // A page's content is cut off at its limit.
-  static std::uint64_t clipped(const Page& page, const Range& range) {
-    return range.slot_offset >= page.limit ? 0 : (std::min)(range.count, page.limit - range.slot_offset);
+  // What of a range lies below `limit`.
+  static std::uint64_t clipped(const Range& range, std::uint64_t limit) {
+    return range.slot_offset >= limit ? 0 : (std::min)(range.count, limit - range.slot_offset);
   }
 
   // Grows whenever one of the page's homes was replaced from outside.
@@ -508,14 +507,19 @@ class PrefetchScheduler {
     Slot<D>& slot = *page.slot;
     if (slot.generation != generation(page)) slot.valid = slot.dirty = slot.launched = false;
   }
-  // Before a slot is used again: what it holds is read anew when its home was written since. What it holds that is not
-  // home yet goes there first; nobody else wrote that, but it may have been read beside it.
-  void drop_if_stale(Page& page, std::source_location at) {
+  // Before a slot is used again for `access`: what it holds is read anew when its home was written since, or when more of
+  // it is wanted than it holds. What it holds that is not home yet goes there first: nobody else wrote that, but
+  // something beside it.
+  void drop_if_stale(Page& page, Access access, std::source_location at) {
     drop_if_replaced(page);
     Slot<D>& slot = *page.slot;
-    if (slot.version == version(page)) return;
-    if (slot.dirty) write_back(page, slot, at);
+    if (slot.version == version(page) && slot.limit >= page.limit) return;
+    if (slot.dirty) {
+      if (!reads(access)) return;
+      write_back(page, slot, at);
+    }
     slot.valid = false;
+    slot.version = version(page);
   }
 
   // Before a page is leased or filled: see `Home::Sharer::publish`.
@@ -646,7 +650,8 @@ class PrefetchScheduler {
   // The caller has published what others hold of the page.
   void fill(Page& page, Slot<D>& slot, std::source_location at) {
     page.filled = true;  // before anything can fail: a second attempt at the lease must not take it for a hit
-    if (nothing_in(page, page.in)) {
+    slot.limit = page.limit;
+    if (nothing_in(page.in, slot.limit)) {
       slot.valid = true;
       slot.generation = generation(page);
       slot.version = version(page);
@@ -655,11 +660,11 @@ class PrefetchScheduler {
     slot.order_releases_before(device(), copy_in_->stream(), at);
     WaitSet<D> waits;
     waits.add(slot.last_copy);
-    for (const Range& range : page.in) range.home->before_read(range.home_offset, clipped(page, range), waits);
+    for (const Range& range : page.in) range.home->before_read(range.home_offset, clipped(range, slot.limit), waits);
     waits.order_before(copy_in_->stream(), at);
     observer_.begin(Activity::fill, copy_in_->stream());
     for (const Range& range : page.in) {
-      const std::uint64_t count = clipped(page, range);
+      const std::uint64_t count = clipped(range, slot.limit);
       if (count == 0) continue;
       device().copy_async(slot.memory().subspan(range.slot_offset, count),
                           pinned_span<const std::byte>{range.home->memory().subspan(range.home_offset, count)},
@@ -690,7 +695,7 @@ class PrefetchScheduler {
       if (earlier) continue;
       if (page.slot != nullptr) {
         if (page.slot->leased) continue;
-        drop_if_stale(page, at);
+        drop_if_stale(page, step.access, at);
         if (page.slot->valid || !reads(step.access) || !publish_others(page, step.access, at)) continue;
         fill(page, *page.slot, at);  // out of date, or assigned by a call that failed before its fill
         continue;
@@ -709,24 +714,25 @@ class PrefetchScheduler {
   }
 
   // Scratch: no call on the copy streams, on which nobody would wait for it.
-  static bool nothing_in(const Page& page, const std::vector<Range>& ranges) {
-    return std::all_of(ranges.begin(), ranges.end(), [&](const Range& range) { return clipped(page, range) == 0; });
+  static bool nothing_in(const std::vector<Range>& ranges, std::uint64_t limit) {
+    return std::all_of(ranges.begin(), ranges.end(), [&](const Range& range) { return clipped(range, limit) == 0; });
   }
 
   void write_back(Page& page, Slot<D>& slot, std::source_location at) {
-    if (nothing_in(page, page.out)) {
+    const std::uint64_t limit = (std::min)(page.limit, slot.limit);
+    if (nothing_in(page.out, limit)) {
       slot.dirty = slot.launched = false;
       return;
     }
     slot.order_releases_before(device(), copy_out_->stream(), at);
     WaitSet<D> waits;
     waits.add(slot.last_copy);
-    for (const Range& range : page.out) range.home->before_write(range.home_offset, clipped(page, range), waits);
+    for (const Range& range : page.out) range.home->before_write(range.home_offset, clipped(range, limit), waits);
     waits.order_before(copy_out_->stream(), at);
     observer_.begin(Activity::write_back, copy_out_->stream());
     Mark<D> mark;
     for (const Range& range : page.out) {
-      const std::uint64_t count = clipped(page, range);
+      const std::uint64_t count = clipped(range, limit);
       if (count == 0) continue;
       device().copy_async(range.home->memory().subspan(range.home_offset, count),
                           device_span<const std::byte>{slot.memory().subspan(range.slot_offset, count)},
@@ -794,6 +800,7 @@ class PrefetchScheduler {
     if (!slot.permanent && written) {
       stale = slot.generation != generation(page_in(slot));
       slot.valid = slot.dirty = !stale;
+      slot.limit = page_in(slot).limit;
       if (stale) slot.fate = SlotFate::release;
     }
     slot.launched = false;  // from here on `dirty` says it
@@ -809,6 +816,7 @@ class PrefetchScheduler {
       slot.launched = false;
     } else if (slot.launched) {
       slot.valid = slot.dirty = true;
+      slot.limit = page_in(slot).limit;
       slot.fate = SlotFate::write_back;
       unsettled_ = true;
       return;

@@ -48,6 +48,7 @@ struct Slot {
   bool permanent = false;   ///< a resident page's memory: never written back, never given to another page
   std::uint64_t generation = 0;  ///< of the homes when it was filled or leased for writing
   std::uint64_t version = 0;     ///< of its ranges of the homes then, or when it was written
+  std::uint64_t limit = ~std::uint64_t{0};  ///< only so many of its first bytes hold content
   std::uint32_t next_use = 0;    ///< position in the plan, for eviction
 
   // What work on the slot must come after: the last copy, and the streams of the last lease where no copy waited for
