@@ -814,7 +814,9 @@ TEST_CASE("a limit that grows: what a kept page does not hold is read from its h
         lease.commit();
       }
       scheduler.limit(page, page_bytes);
-      { auto discarded = scheduler.lease(page, bench.main); }
+      {
+        auto discarded = scheduler.lease(page, bench.main);
+      }
       std::vector<std::uint32_t> seen(words_of_a_page);
       if (read_after) {
         auto lease = scheduler.lease(page, bench.main);
