@@ -222,7 +222,8 @@ class Trainer {
         device_{hbmoff::HostDeviceOptions{.hbm_capacity = limit_,
                                           .ring_capacity = 4096,
                                           .host_to_device = {.gigabytes_per_second = o_.link_gbps},
-                                          .device_to_host = {.gigabytes_per_second = o_.link_gbps}}},
+                                          .device_to_host = {.gigabytes_per_second = o_.link_gbps},
+                                          .debug_protection = hbmoff::takes_notes<D>}},  // the notes are checked too
         hbm_{device_,
              estimate_.total(hbmoff::Tier::hbm),
              {.max_blocks = most_blocks()}},  // a limit may be higher than what this machine has

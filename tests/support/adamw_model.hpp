@@ -201,14 +201,43 @@ struct RigOptions {
   bool debug_protection = false;
 };
 
+/// Devices and their memory, where they differ; overloaded for a device that runs no host code on its streams.
+template <class D>
+struct MakeDevice {
+  D operator()(const RigOptions& options) const {
+    return D{HostDeviceOptions{.hbm_capacity = options.capacity,
+                               .ring_capacity = options.ring_capacity,
+                               .debug_protection = options.debug_protection}};
+  }
+};
+/// Puts work on the stream that writes `content`, which may be gone before it runs.
+template <class D>
+void upload(D& device, typename D::StreamRef stream, device_span<std::byte> to, std::vector<std::byte> content,
+            std::string_view label)
+  requires requires { typename D::LaunchOptions; }
+{
+  device.note_access(stream, label, {}, {to});
+  device.enqueue(stream,
+                 [to = to.data(), content = std::move(content)] { std::memcpy(to, content.data(), content.size()); });
+}
+/// Waits for the stream, and gives what is there.
+template <class D>
+[[nodiscard]] std::vector<std::byte> download(D& device, typename D::StreamRef stream, device_span<std::byte> from)
+  requires requires { typename D::LaunchOptions; }
+{
+  std::vector<std::byte> out(from.count());
+  device.note_access(stream, "look", {from}, {});
+  device.enqueue(stream, [from = from.data(), &out] { std::memcpy(out.data(), from, out.size()); });
+  device.synchronize(stream);
+  return out;
+}
+
 /// A device, arenas whose freed memory is filled with 0xFF, and the tensors of a model in device memory.
 template <Device D = LoggingDevice>
 class Rig {
  public:
   explicit Rig(std::vector<TensorSpec> tensor_specs, RigOptions options = {})
-      : device{HostDeviceOptions{.hbm_capacity = options.capacity,
-                                 .ring_capacity = options.ring_capacity,
-                                 .debug_protection = options.debug_protection}},
+      : device{MakeDevice<D>{}(options)},
         hbm{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         host{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         stream{device.create_stream("compute")}, specs{std::move(tensor_specs)}, initial{specs, options.seed},
@@ -224,9 +253,7 @@ class Rig {
   void load_weights(const AdamWModel& model) {
     for (std::uint32_t t = 0; t < specs.size(); ++t) {
       if (specs[t].count == 0) continue;
-      device.note_access(stream, "load weights", {}, {weights[t].bytes()});
-      device.enqueue(stream, [to = weights[t].bytes().data(), from = model.tensors[t].weight.data(),
-                              bytes = model.tensors[t].weight.size()] { std::memcpy(to, from, bytes); });
+      upload(device, stream, weights[t].bytes(), model.tensors[t].weight, "load weights");
     }
     device.synchronize(stream);
   }
@@ -235,11 +262,9 @@ class Rig {
   void write_gradients(const GradientSource& source) { write_gradients(source, stream); }
   void write_gradients(const GradientSource& source, typename D::StreamRef on) {
     for (std::uint32_t t = 0; t < specs.size(); ++t) {
-      device.note_access(on, "write gradients", {}, {gradients[t].bytes()});
-      device.enqueue(on,
-                     [source, t, to = gradients[t].bytes().data(), count = specs[t].count, dtype = specs[t].gradient] {
-                       for (std::uint64_t i = 0; i < count; ++i) store(to, dtype, i, source.at(t, i));
-                     });
+      std::vector<std::byte> content(gradients[t].size().count());
+      for (std::uint64_t i = 0; i < specs[t].count; ++i) store(content.data(), specs[t].gradient, i, source.at(t, i));
+      upload(device, on, gradients[t].bytes(), std::move(content), "write gradients");
     }
   }
 
@@ -262,15 +287,7 @@ class Rig {
   }
 
   [[nodiscard]] std::vector<std::byte> weight_bits(std::uint32_t t) {
-    std::vector<std::byte> out(weights[t].size().count());
-    if (!out.empty()) {
-      device.note_access(stream, "look at weights", {weights[t].bytes()}, {});
-      device.enqueue(stream, [from = weights[t].bytes().data(), to = out.data(), bytes = out.size()] {
-        std::memcpy(to, from, bytes);
-      });
-    }
-    device.synchronize(stream);
-    return out;
+    return download(device, stream, weights[t].bytes());
   }
 
   /// Compares every bit of weights, moments, masters and counts.

@@ -142,6 +142,7 @@ class ClockDevice {
   void note_discarded(hbmoff::device_span<const std::byte>, std::string_view) noexcept {}
   template <class Space>
   void note_divided(hbmoff::memory_span<const std::byte, Space>, bool) noexcept {}
+  void note_threads_joined() noexcept {}
 
   /// The n-th call from now throws, and the `count` - 1 after it; 0 switches off.
   void fail_call(std::uint64_t n, std::uint64_t count = 1) {

@@ -113,6 +113,7 @@ class ImmediateDevice {
   void note_discarded(hbmoff::device_span<const std::byte>, std::string_view) noexcept {}
   template <class Space>
   void note_divided(hbmoff::memory_span<const std::byte, Space>, bool) noexcept {}
+  void note_threads_joined() noexcept {}
 
   /// The n-th call from now throws and has no effect, and so do the `times - 1` after it; 0: none does.
   void fail_call(std::uint64_t n, std::uint64_t times = 1) noexcept {

@@ -20,16 +20,28 @@
 namespace hbmoff::math {
 
 // Always inline, so that a caller compiled for a processor with an fma instruction gets that instruction, and one
-// compiled without gets the C library's exact fma. The host's bodies stand here; device code, whose -use_fast_math
-// changes even `__fmaf_rn`, needs its own in each function, under `__CUDA_ARCH__`.
+// compiled without gets the C library's exact fma. Device code says its instruction in PTX, because -use_fast_math
+// changes operators, builtins and even `__fmaf_rn`: it would flush denormals and approximate.
 
 /// a * b + c, rounded once.
 [[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float fma(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+#else
   return __builtin_fmaf(a, b, c);
+#endif
 }
 /// a * b + c, rounded once.
 [[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double fma(double a, double b, double c) {
+#ifdef __CUDA_ARCH__
+  double result;
+  asm("fma.rn.f64 %0, %1, %2, %3;" : "=d"(result) : "d"(a), "d"(b), "d"(c));
+  return result;
+#else
   return __builtin_fma(a, b, c);
+#endif
 }
 
 /// a * b, rounded once, whatever the result feeds: a bare product that feeds an addition is contracted with it by some
@@ -37,14 +49,67 @@ namespace hbmoff::math {
 [[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float mul(float a, float b) { return fma(a, b, -0.0f); }
 
 /// a / b as IEEE 754 has it.
-[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float div(float a, float b) { return a / b; }
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float div(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a / b;
+#endif
+}
 /// a / b as IEEE 754 has it.
-[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double div(double a, double b) { return a / b; }
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double div(double a, double b) {
+#ifdef __CUDA_ARCH__
+  double result;
+  asm("div.rn.f64 %0, %1, %2;" : "=d"(result) : "d"(a), "d"(b));
+  return result;
+#else
+  return a / b;
+#endif
+}
 
 /// The square root as IEEE 754 has it; a NaN below zero.
-[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float sqrt(float a) { return __builtin_sqrtf(a); }
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float sqrt(float a) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+#else
+  return __builtin_sqrtf(a);
+#endif
+}
 /// The square root as IEEE 754 has it; a NaN below zero.
-[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double sqrt(double a) { return __builtin_sqrt(a); }
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double sqrt(double a) {
+#ifdef __CUDA_ARCH__
+  double result;
+  asm("sqrt.rn.f64 %0, %1;" : "=d"(result) : "d"(a));
+  return result;
+#else
+  return __builtin_sqrt(a);
+#endif
+}
+
+/// The same number, denormals included.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline double to_double(float a) {
+#ifdef __CUDA_ARCH__
+  double result;
+  asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(a));
+  return result;
+#else
+  return a;
+#endif
+}
+/// The nearest float, ties to even, denormals included.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float to_float(double a) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(a));
+  return result;
+#else
+  return static_cast<float>(a);
+#endif
+}
 
 }  // namespace hbmoff::math
 

@@ -24,6 +24,7 @@ class Bytes {
   /// How many whole `b` fit into `a`.
   friend constexpr std::uint64_t operator/(Bytes a, Bytes b) { return a.count_ / b.count_; }
   friend constexpr Bytes operator/(Bytes a, std::uint64_t n) { return Bytes{a.count_ / n}; }
+  friend constexpr bool operator==(Bytes, Bytes) = default;
   friend constexpr auto operator<=>(Bytes, Bytes) = default;
 
  private:

@@ -69,7 +69,7 @@ struct LaunchOptionsOf<D> {
 /// It knows of copies and fills by itself. Of kernels and host functions it knows what `note_access` said before the
 /// launch, and of the host's own accesses to pinned memory what `note_host_access` says. Memory of arenas is checked
 /// block by block; other memory as it was allocated. Memory that the device did not allocate takes part from its first
-/// use on; it has content, and no bounds.
+/// use on; it has content, and no bounds. (Where it lies where the device had memory before, `note_block` introduces it.)
 ///
 /// Faults are the values of `CheckFault`. A call at fault throws `CheckError` and has no effect, on `D` or on what is
 /// known here; the same call, made once the order is right, succeeds. Calls that cannot throw note theirs and go
@@ -233,41 +233,42 @@ class CheckedDevice {
   }
 
   [[nodiscard]] Event create_event(EventTiming timing = EventTiming::none, At at = At::current()) {
-    return Event{std::make_unique<EventState>(device_.create_event(timing, at), live_events_)};
+    return Event{std::make_unique<EventState>(this, device_.create_event(timing, at), live_events_)};
   }
 
   void record(EventRef event, StreamRef stream, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
+    StreamState& on = own(stream);
+    EventState& state = own(event);
     device_.record(event.inner(), stream.inner(), at);
-    StreamState& on = *stream.state_;
     enqueued(on);
-    event.state_->recorded = true;
-    event.state_->clock = on.clock;
+    state.recorded = true;
+    state.clock = on.clock;
     on.records.push_back({on.clock.at(on.actor), at});
     if (on.records.size() > most_records) on.records.pop_front();
   }
 
   void wait(StreamRef stream, EventRef event, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
+    StreamState& on = own(stream);
+    const EventState& state = own(event);
     device_.wait(stream.inner(), event.inner(), at);
-    StreamState& on = *stream.state_;
     enqueued(on);
-    if (event.state_->recorded) return learn(on, event.state_->clock);
-    CheckReport report{.fault = CheckFault::wait_never_recorded};
-    report.later = {.what = "waits for an event that was never recorded", .actor = actors_[on.actor].name, .at = at};
-    report.remedy = "record the event first: the wait orders nothing";
-    note(std::move(report));
+    if (state.recorded) return learn(on, state.clock);
+    never_recorded(on.actor, at);
   }
 
   [[nodiscard]] bool query(EventRef event, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
+    const EventState& state = own(event);
     const bool done = device_.query(event.inner(), at);
-    if (done && event.state_->recorded) host().clock.join(event.state_->clock);
+    if (done && state.recorded) host().clock.join(state.clock);
     return done;
   }
   void synchronize(EventRef event, At at = At::current()) {
     std::unique_lock lock{mutex_};
-    const detail::VectorClock reached = event.state_->clock;
+    if (!own(event).recorded) never_recorded(host().actor, at);
+    const detail::VectorClock reached = own(event).clock;
     const typename D::EventRef inner = event.inner();
     lock.unlock();  // it may block
     device_.synchronize(inner, at);
@@ -276,7 +277,7 @@ class CheckedDevice {
   }
   void synchronize(StreamRef stream, At at = At::current()) {
     std::unique_lock lock{mutex_};
-    const detail::VectorClock reached = stream.state_->clock;
+    const detail::VectorClock reached = own(stream).clock;
     const typename D::StreamRef inner = stream.inner();
     lock.unlock();
     device_.synchronize(inner, at);
@@ -286,7 +287,7 @@ class CheckedDevice {
   /// The host must know, by a synchronisation or `query`, that both are done.
   [[nodiscard]] auto elapsed(EventRef begin, EventRef end, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    for (const EventState* event : {begin.state_, end.state_}) {
+    for (const EventState* event : {&own(begin), &own(end)}) {
       if (event->recorded && host().clock.knows(event->clock)) continue;
       CheckReport report{.fault = CheckFault::unfinished_time};
       report.later = {.what = "asks for the time of an event", .actor = actors_[host().actor].name, .at = at};
@@ -338,7 +339,7 @@ class CheckedDevice {
   }
   void fill_async(device_span<std::byte> memory, std::byte value, StreamRef stream, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     AccessStamp work = stamp(on, AccessBy::fill, at);
     check(work, known_on(on), memory, Reads::nothing, true);
     deliver();
@@ -353,7 +354,7 @@ class CheckedDevice {
     requires requires(D& d, typename D::StreamRef s, F&& f, LaunchOptions o) { d.enqueue(s, std::forward<F>(f), o); }
   void enqueue(StreamRef stream, F&& callable, LaunchOptions options = {}, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     check(on.pending, known_on(on));
     deliver();
     if constexpr (requires { options.declared; }) {
@@ -369,7 +370,7 @@ class CheckedDevice {
   template <class F>
   void host_func(StreamRef stream, F&& callable, At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     check(on.pending, known_on(on));
     deliver();
     device_.host_func(stream.inner(), std::forward<F>(callable), at);
@@ -384,7 +385,7 @@ class CheckedDevice {
   void note_access(StreamRef stream, std::string_view label, AccessList reads, AccessList writes,
                    At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     Pending pending{.noted = true, .work = stamp(on, AccessBy::kernel, at, label)};
     pending.reads.assign(reads.begin(), reads.end());
     pending.writes.assign(writes.begin(), writes.end());
@@ -429,9 +430,9 @@ class CheckedDevice {
     if (memory.empty()) return;
     switch (what) {
       case BlockNote::allocated:
-        return begin_block(memory, std::is_same_v<Space, DeviceSpace>, name, *stream.state_, at);
+        return begin_block(memory, std::is_same_v<Space, DeviceSpace>, name, own(stream), at);
       case BlockNote::freed:
-        return end_block(memory, *stream.state_, at);
+        return end_block(memory, own(stream), at);
       case BlockNote::named:
         return name_part(memory, name);
     }
@@ -451,6 +452,11 @@ class CheckedDevice {
     if (memory.empty()) return;
     const auto [begin, end] = range_of(memory);
     if (!divided) return undivide(begin, end);
+    const Cell* there = map_.find(begin);
+    if (there != nullptr && there->extent == Extent::freed && there->block != nullptr &&
+        there->block->outer == nullptr) {
+      map_.erase(begin, end);  // the system handed out again what a device gave back to it
+    }
     map_.fill_gaps(begin, end);
     const std::shared_ptr<MemoryBlock> outer = map_.find(begin)->block;
     const auto division =
@@ -533,13 +539,14 @@ class CheckedDevice {
     Pending pending;
   };
   struct EventState {
-    EventState(typename D::Event event, std::shared_ptr<std::atomic<std::uint64_t>> live)
-        : inner{std::move(event)}, live_events{std::move(live)} {
+    EventState(const CheckedDevice* of, typename D::Event event, std::shared_ptr<std::atomic<std::uint64_t>> live)
+        : device{of}, inner{std::move(event)}, live_events{std::move(live)} {
       ++*live_events;
     }
     EventState(const EventState&) = delete;
     EventState& operator=(const EventState&) = delete;
     ~EventState() { --*live_events; }
+    const CheckedDevice* device;
     typename D::Event inner;
     std::shared_ptr<std::atomic<std::uint64_t>> live_events;
     bool recorded = false;
@@ -558,9 +565,25 @@ class CheckedDevice {
     At at;
   };
 
+  // A range that wraps around (a size that went below zero) ends with the address space.
   static std::pair<Address, Address> range_of(AccessRange range) {
     const auto begin = reinterpret_cast<Address>(range.data);
-    return {begin, begin + range.bytes.count()};
+    const Address end = begin + range.bytes.count();
+    return {begin, end < begin ? ~Address{0} : end};
+  }
+  static bool wraps(AccessRange range) {
+    const auto begin = reinterpret_cast<Address>(range.data);
+    return begin + range.bytes.count() < begin;
+  }
+
+  // Clocks of two devices have nothing to do with each other.
+  StreamState& own(StreamRef stream) const {
+    if (stream.state_->device != this) throw InvalidArgument{"a stream of another device was used"};
+    return *stream.state_;
+  }
+  EventState& own(EventRef event) const {
+    if (event.state_->device != this) throw InvalidArgument{"an event of another device was used"};
+    return *event.state_;
   }
 
   // ------------------------------------------------------------------------------------------------ actors
@@ -600,6 +623,13 @@ class CheckedDevice {
     const auto [found, is_new] = label_ids_.try_emplace(std::string{label}, static_cast<std::uint32_t>(labels_.size()));
     if (is_new) labels_.push_back(found->first);
     return found->second;
+  }
+
+  void never_recorded(detail::Actor actor, At at) {
+    CheckReport report{.fault = CheckFault::wait_never_recorded};
+    report.later = {.what = "waits for an event that was never recorded", .actor = actors_[actor].name, .at = at};
+    report.remedy = "record the event first: the wait orders nothing";
+    note(std::move(report));
   }
 
   void destroy(StreamState& stream) noexcept {
@@ -654,11 +684,7 @@ class CheckedDevice {
     }
     check_free(work, JoinedClock{thread.clock}, begin, end);
     note_found();
-    if constexpr (std::is_same_v<typename Span::space, DeviceSpace>) {
-      map_.put(begin, end, {.block = found->second.block, .extent = Extent::freed, .write = work});
-    } else {
-      map_.erase(begin, end);  // the system may hand these addresses out as ordinary memory now
-    }
+    map_.put(begin, end, {.block = found->second.block, .extent = Extent::freed, .write = work});
     reservations_.erase(found);
     return true;
   }
@@ -769,7 +795,7 @@ class CheckedDevice {
     std::optional<Finding> finding;
     std::optional<std::shared_ptr<MemoryBlock>> block;  // that the access begins in
     const auto look = [&](Address first, Address last, const Cell& cell) {
-      if (!block) block = cell.block;
+      if (!block) block = cell.block != nullptr ? cell.block : reservation_beside(first, last);
       Finding next{.block = *block, .first = first, .last = last};
       if (*block != cell.block || cell.extent == Extent::divided) {
         next.fault = CheckFault::out_of_range;
@@ -797,7 +823,22 @@ class CheckedDevice {
     map_.visit(
         begin, end, [&](Address first, const Cell& cell) { look(first, cell.end, cell); },
         [&](Address first, Address last) { look(first, last, unknown); });
+    if (!finding && wraps(range)) finding = {CheckFault::out_of_range, block ? *block : nullptr, begin, end};
     if (finding) find(*finding, work, writes, clock);
+  }
+  // Where the device keeps other memory away from its own, an access just outside of an allocation is meant for it.
+  std::shared_ptr<MemoryBlock> reservation_beside(Address first, Address last) const {
+    if constexpr (requires { D::bytes_between_allocations; }) {
+      auto it = reservations_.upper_bound(first);
+      if (it != reservations_.end() && last <= it->first && it->first - last < D::bytes_between_allocations) {
+        return it->second.block;
+      }
+      if (it == reservations_.begin()) return nullptr;
+      --it;
+      const Address end = it->second.block->end;
+      if (first >= end && first - end < D::bytes_between_allocations) return it->second.block;
+    }
+    return nullptr;
   }
   // The access of the cell that comes to nobody's order.
   static const AccessStamp* conflict_of(const Cell& cell, const JoinedClock& clock, bool writes) {
@@ -824,6 +865,7 @@ class CheckedDevice {
   }
 
   void apply_read(const AccessStamp& work, AccessRange range) {
+    if (wraps(range)) return;
     const auto [begin, end] = range_of(range);
     map_.fill_gaps(begin, end);
     map_.visit(begin, end, [&](Address, Cell& cell) {
@@ -840,6 +882,7 @@ class CheckedDevice {
   }
 
   void apply_write(const AccessStamp& work, AccessRange range, bool defined = true) {
+    if (wraps(range)) return;
     const auto [begin, end] = range_of(range);
     map_.fill_gaps(begin, end);
     map_.visit(begin, end, [&](Address, Cell& cell) {
@@ -871,7 +914,7 @@ class CheckedDevice {
   template <class To, class From>
   void copy(To to, From from, StreamRef stream, At at) {
     const std::scoped_lock lock{mutex_};
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     AccessStamp work = stamp(on, AccessBy::copy, at);
     check(work, known_on(on), from, Reads::for_a_copy, false);
     check(work, known_on(on), to, Reads::nothing, true);
@@ -893,7 +936,7 @@ class CheckedDevice {
 
   template <class F>
   void run_guarded(StreamRef stream, F&& callable, LaunchOptions options, At at) {
-    StreamState& on = *stream.state_;
+    StreamState& on = own(stream);
     AccessStamp work = on.pending.noted ? on.pending.work : stamp(on, AccessBy::kernel, at, options.name);
     using Declared = std::remove_pointer_t<decltype(options.declared)>;
     struct Launch {
@@ -1065,5 +1108,13 @@ class CheckedDevice {
   std::vector<std::shared_ptr<void>> unfinished_;  ///< launches that were not seen to end; what they look at
   mutable std::size_t told_ = 0;  ///< how many of them the caller has asked for
 };
+
+/// Kernels of devices that run them past the device: `note_access` has checked the launch.
+template <Device D, class Kernel>
+  requires(!requires { typename D::LaunchOptions; })
+void launch_kernel(CheckedDevice<D>& device, const Kernel& kernel, typename CheckedDevice<D>::StreamRef stream,
+                   std::source_location at = std::source_location::current()) {
+  launch_kernel(device.inner(), kernel, stream.inner(), at);
+}
 
 }  // namespace hbmoff

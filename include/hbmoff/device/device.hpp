@@ -129,6 +129,13 @@ class AccessList {
 template <class D>
 inline constexpr bool takes_notes = requires { requires D::takes_notes; };
 
+namespace detail {
+// Stands for a callable in the concept: nvcc takes no lambda there.
+struct Nothing {
+  void operator()() const {}
+};
+}  // namespace detail
+
 /// A device runs one program in streams. The semantics are CUDA's on every device:
 ///
 /// - Work on one stream runs in the order of the calls. Streams run beside each other.
@@ -180,7 +187,7 @@ concept Device =
   // Time between the latest records of two timed events; both must be done.
       { device.elapsed(event, event, at) } -> std::convertible_to<std::chrono::duration<double>>;
   // Runs `callable` on the host in stream order. It must not call the device.
-      device.host_func(stream, [] {}, at);
+      device.host_func(stream, detail::Nothing{}, at);
 
       { constant.memory_info() } -> std::same_as<MemoryInfo>;
       { constant.lost() } noexcept -> std::same_as<bool>;
@@ -198,6 +205,8 @@ concept Device =
       // The range is (or is no longer) an arena's: of it, only blocks that are allocated may be touched.
       { device.note_divided(hbm_source, true) } noexcept;
       { device.note_divided(pinned_source, true) } noexcept;
+      // The calling thread comes after what all other threads did with the device: it has joined them, or locked a mutex.
+      device.note_threads_joined();
     };
 
 }  // namespace hbmoff

@@ -110,6 +110,8 @@ class HostDevice {
   using Options = HostDeviceOptions;
   using LaunchOptions = EnqueueOptions;
 
+  /// No other memory of the process lies so near to what `allocate_device` and `allocate_pinned` gave.
+  static constexpr std::uint64_t bytes_between_allocations = 4096;
   /// Bytes that a callable handed to `enqueue` or `host_func` may capture.
   static constexpr std::size_t max_callable_bytes = 352;
 
@@ -450,6 +452,7 @@ class HostDevice {
   void note_discarded(device_span<const std::byte>, std::string_view) noexcept {}
   template <class Space>
   void note_divided(memory_span<const std::byte, Space>, bool) noexcept {}
+  void note_threads_joined() noexcept {}
 
  private:
   using Clock = detail::StreamQueue::Clock;

@@ -69,18 +69,19 @@ struct AdamWCoefficients {
                                                                              float beta1, float beta2, float epsilon,
                                                                              double gradient_scale,
                                                                              std::uint64_t applied_step) {
-  const double rate = learning_rate;
-  const double decay = rate * weight_decay;
+  const double rate = math::to_double(learning_rate);
+  const double decay = rate * math::to_double(weight_decay);
   AdamWCoefficients c{};
-  c.gradient_scale = static_cast<float>(gradient_scale);
+  c.gradient_scale = math::to_float(gradient_scale);
   c.beta1 = beta1;
-  c.one_minus_beta1 = static_cast<float>(1.0 - static_cast<double>(beta1));
+  c.one_minus_beta1 = math::to_float(1.0 - math::to_double(beta1));
   c.beta2 = beta2;
-  c.one_minus_beta2 = static_cast<float>(1.0 - static_cast<double>(beta2));
-  c.step_size = static_cast<float>(math::div(rate, bias_correction(beta1, applied_step)));
-  c.inverse_sqrt_bias2 = static_cast<float>(math::div(1.0, math::sqrt(bias_correction(beta2, applied_step))));
+  c.one_minus_beta2 = math::to_float(1.0 - math::to_double(beta2));
+  c.step_size = math::to_float(math::div(rate, bias_correction(math::to_double(beta1), applied_step)));
+  c.inverse_sqrt_bias2 =
+      math::to_float(math::div(1.0, math::sqrt(bias_correction(math::to_double(beta2), applied_step))));
   c.epsilon = epsilon;
-  c.decay = decay == 0.0 ? 0.0f : static_cast<float>(-decay);
+  c.decay = decay == 0.0 ? 0.0f : math::to_float(-decay);
   c.apply = 1;
   return c;
 }
@@ -106,7 +107,7 @@ struct Moments {
                                                               const AdamWCoefficients& c) {
   const float denominator = math::fma(root_v, c.inverse_sqrt_bias2, c.epsilon);
   // Without decay w passes through: fma(0, w, w) would make an infinite weight a NaN.
-  const float decayed = c.decay == 0.0f ? w : math::fma(c.decay, w, w);
+  const float decayed = (bit_cast<std::uint32_t>(c.decay) & 0x7fffffffu) == 0 ? w : math::fma(c.decay, w, w);
   return canonical(math::fma(-c.step_size, math::div(m, denominator), decayed));
 }
 

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <source_location>
-#include <type_traits>
 
 #include "hbmoff/core/dtype.hpp"
+#include "hbmoff/core/exact_math.hpp"
+#include "hbmoff/core/host_device.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/training/adamw.hpp"
 #include "hbmoff/training/adamw_host.hpp"
@@ -38,7 +38,7 @@ struct Tensor {
   DType gradient_dtype;
   bool frozen;
 
-  [[nodiscard]] bool active() const { return gradient != nullptr && !frozen && count != 0; }
+  [[nodiscard]] HBMOFF_HOST_DEVICE bool active() const { return gradient != nullptr && !frozen && count != 0; }
 };
 
 /// What a step leaves for the host to read.
@@ -78,7 +78,7 @@ struct SetEntries {
   std::uint32_t index[N];
   T values[N];
 
-  void operator()() const {
+  HBMOFF_HOST_DEVICE void operator()() const {
     for (std::uint32_t i = 0; i < count; ++i) table[index[i]] = values[i];
   }
 };
@@ -118,7 +118,9 @@ struct PageMemory {
   std::uint32_t slice_count;
   bool master;
 
-  [[nodiscard]] float* array(std::uint32_t i) const { return reinterpret_cast<float*>(data + i * stride); }
+  [[nodiscard]] HBMOFF_HOST_DEVICE float* array(std::uint32_t i) const {
+    return reinterpret_cast<float*>(data + i * stride);
+  }
 };
 
 /// Zeroes a page (moments, and the padding between tensors), and takes the masters from the weights.
@@ -189,10 +191,11 @@ struct DecideStep {
   float max_norm;
   bool skip_nonfinite;
 
-  void operator()() const {
+  HBMOFF_HOST_DEVICE void operator()() const {
     Shared& shared = *tables.shared;
-    const double scaled = std::sqrt(norm->squared_norm) * std::fabs(static_cast<double>(gradient_scale));
-    shared.scale = static_cast<double>(gradient_scale) * clip_scale(scaled, static_cast<double>(max_norm));
+    const double scale = math::to_double(gradient_scale);
+    const double scaled = math::sqrt(norm->squared_norm) * (scale < 0.0 ? -scale : scale);
+    shared.scale = scale * clip_scale(scaled, math::to_double(max_norm));
     const bool apply = norm->finite != 0 || !skip_nonfinite;
     shared.report.norm = scaled;
     shared.report.step = step;
@@ -220,17 +223,18 @@ struct Coefficients {
   GroupValues groups[max_groups];
 
   void operator()() const {
+    for (std::uint32_t t = 0; t < tables.tensor_count; ++t) of_tensor(t);
+  }
+  HBMOFF_HOST_DEVICE void of_tensor(std::uint32_t t) const {
     const Shared& shared = *tables.shared;
-    for (std::uint32_t t = 0; t < tables.tensor_count; ++t) {
-      const Tensor& tensor = tables.tensors[t];
-      if (tensor.group < first_group || tensor.group >= first_group + group_count) continue;
-      AdamWCoefficients& c = tables.coefficients[t];
-      c.apply = 0;
-      if (!tensor.active() || shared.report.applied == 0) continue;
-      const GroupValues& g = groups[tensor.group - first_group];
-      c = adamw_coefficients(g.learning_rate, g.weight_decay, g.beta1, g.beta2, g.epsilon, shared.scale,
-                             ++tables.applied[t]);
-    }
+    const Tensor& tensor = tables.tensors[t];
+    if (tensor.group < first_group || tensor.group >= first_group + group_count) return;
+    AdamWCoefficients& c = tables.coefficients[t];
+    c.apply = 0;
+    if (!tensor.active() || shared.report.applied == 0) return;
+    const GroupValues& g = groups[tensor.group - first_group];
+    c = adamw_coefficients(g.learning_rate, g.weight_decay, g.beta1, g.beta2, g.epsilon, shared.scale,
+                           ++tables.applied[t]);
   }
 };
 
@@ -256,14 +260,6 @@ struct UpdatePage {
     }
   }
 };
-
-/// Puts a kernel on a stream. This definition serves devices that run host code in stream order.
-template <Device D, class Kernel>
-void launch(D& device, const Kernel& kernel, typename D::StreamRef stream,
-            std::source_location at = std::source_location::current()) {
-  static_assert(std::is_trivially_copyable_v<Kernel>);
-  device.enqueue(stream, kernel, {.name = Kernel::name}, at);
-}
 
 }  // namespace adamw_kernels
 

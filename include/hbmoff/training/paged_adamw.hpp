@@ -21,6 +21,7 @@
 #include "hbmoff/core/tensor_info.hpp"
 #include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
+#include "hbmoff/device/launch.hpp"
 #include "hbmoff/memory/hbm_arena.hpp"
 #include "hbmoff/memory/pinned_host_arena.hpp"
 #include "hbmoff/observe/stats.hpp"
@@ -766,7 +767,7 @@ class PagedAdamW {
       const adamw_kernels::Accesses touched = adamw_kernels::AccessesOf{tensors_, layout_}(kernel);
       device().note_access(stream, Kernel::name, touched.reads, touched.writes, at);
     }
-    adamw_kernels::launch(device(), kernel, stream, at);
+    launch_kernel(device(), kernel, stream, at);
   }
 
   [[nodiscard]] PlanId plan() const {

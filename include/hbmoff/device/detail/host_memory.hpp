@@ -26,11 +26,12 @@ namespace hbmoff::detail {
 /// Whether the memory can be touched at all.
 enum class MemoryMode : std::uint8_t {
   open,       ///< by anyone
-  guarded,    ///< HBM only within an `OpenHbm`; a memory page on each side of its blocks never
+  guarded,    ///< HBM only within an `OpenHbm`
   addresses,  ///< never; it is addresses only
 };
 
-/// Thread-safe. Destruction unmaps what was not released.
+/// Thread-safe. Destruction unmaps what was not released. The memory page on each side of a block is nobody's, and can
+/// never be touched.
 class HostMemory {
  public:
   HostMemory(Bytes hbm_capacity, MemoryMode mode) : capacity_{hbm_capacity}, mode_{mode} {
@@ -50,9 +51,9 @@ class HostMemory {
       throw_out_of_memory(bytes, tier, capacity_, capacity_ - used_, "raise HostDeviceOptions::hbm_capacity");
     }
     blocks_.reserve(blocks_.size() + 1);
-    std::byte* address = is_guarded(tier) ? map_guarded_memory(bytes)
-                                          : map_memory(bytes, mode_ == MemoryMode::addresses ? MemoryUse::reserve
-                                                                                             : MemoryUse::read_write);
+    std::byte* address =
+        map_guarded_memory(bytes, mode_ == MemoryMode::addresses ? MemoryUse::reserve : MemoryUse::read_write,
+                           is_guarded(tier) ? MemoryAccess::none : MemoryAccess::read_write);
     if (address == nullptr) {
       const std::string reason = std::generic_category().message(errno);
       throw_out_of_memory(bytes, tier, machine_memory(), free_machine_memory(),
@@ -119,13 +120,7 @@ class HostMemory {
 
   [[nodiscard]] bool is_guarded(Tier tier) const noexcept { return tier == Tier::hbm && mode_ == MemoryMode::guarded; }
 
-  void unmap(const HostBlock& block) const noexcept {
-    if (is_guarded(block.tier)) {
-      unmap_guarded_memory(block.address, block.bytes);
-    } else {
-      unmap_memory(block.address, block.bytes);
-    }
-  }
+  static void unmap(const HostBlock& block) noexcept { unmap_guarded_memory(block.address, block.bytes); }
 
   void open_hbm(DeclaredAccess* declared) {
     if (declared != nullptr) {

@@ -73,17 +73,22 @@ inline void unmap_memory(std::byte* address, Bytes bytes) noexcept {
   ::munmap(address, round_up(bytes, memory_page_size()).count());
 }
 
-/// As `map_memory`, with no access to it, nor to the memory page on each side, which nothing else is mapped to.
-[[nodiscard]] inline std::byte* map_guarded_memory(Bytes bytes) noexcept {
+/// As `map_memory`, with a memory page on each side to which nothing else is mapped, and no access to these. With
+/// `MemoryAccess::none` none to the memory either.
+[[nodiscard]] inline std::byte* map_guarded_memory(Bytes bytes, MemoryUse use, MemoryAccess access) noexcept {
   const Bytes page = memory_page_size();
   if (bytes > Bytes{~std::uint64_t{0}} - 4 * page) {
     errno = ENOMEM;
     return nullptr;
   }
   const Bytes size = round_up(bytes, page) + 2 * page;
-  std::byte* address = map_memory(size, MemoryUse::read_write);
-  if (address == nullptr) return nullptr;
-  if (!protect_memory(address, size, MemoryAccess::none)) {
+  std::byte* address = map_memory(size, use);
+  if (address == nullptr || use == MemoryUse::reserve) return address == nullptr ? nullptr : address + page.count();
+  const bool guarded = access == MemoryAccess::none
+                           ? protect_memory(address, size, MemoryAccess::none)
+                           : protect_memory(address, page, MemoryAccess::none) &&
+                                 protect_memory(address + (size - page).count(), page, MemoryAccess::none);
+  if (!guarded) {
     const int reason = errno;
     unmap_memory(address, size);
     errno = reason;
