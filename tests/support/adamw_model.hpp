@@ -216,6 +216,7 @@ void upload(D& device, typename D::StreamRef stream, device_span<std::byte> to, 
             std::string_view label)
   requires requires { typename D::LaunchOptions; }
 {
+  if (content.empty()) return;
   device.note_access(stream, label, {}, {to});
   device.enqueue(stream,
                  [to = to.data(), content = std::move(content)] { std::memcpy(to, content.data(), content.size()); });
@@ -226,8 +227,10 @@ template <class D>
   requires requires { typename D::LaunchOptions; }
 {
   std::vector<std::byte> out(from.count());
-  device.note_access(stream, "look", {from}, {});
-  device.enqueue(stream, [from = from.data(), &out] { std::memcpy(out.data(), from, out.size()); });
+  if (!out.empty()) {
+    device.note_access(stream, "look", {from}, {});
+    device.enqueue(stream, [from = from.data(), &out] { std::memcpy(out.data(), from, out.size()); });
+  }
   device.synchronize(stream);
   return out;
 }
