@@ -1014,6 +1014,31 @@ TEST_CASE("accesses just outside of an allocation, and sizes that went below zer
   device.free_device(x);
 }
 
+TEST_CASE("a buffer that outlives its arena is a leak; one that was freed is none, even where its free failed") {
+  std::vector<CheckReport> reports;
+  CheckedDevice<ImmediateDevice> device{{}, {.reports = &reports}};
+  auto s = device.create_stream("s");
+  using Buffer = HbmArena<CheckedDevice<ImmediateDevice>>::Buffer;
+  alignas(Buffer) std::byte forgotten[sizeof(Buffer)];  // its end never comes
+  {
+    HbmArena arena{device, 64_KiB};
+    new (forgotten) Buffer{arena.allocate(5_KiB, "forgotten", Role::other, s)};
+    Buffer ended = arena.allocate(5_KiB, "ended", Role::other, s);
+    ended.free(s);
+    Buffer dropped = arena.allocate(5_KiB, "dropped", Role::other, s);
+    device.inner().fail_call(1, 4);
+    {
+      const Buffer ends_here = std::move(dropped);
+    }
+    device.inner().fail_call(0);
+    CHECK(arena.failed_frees() == 1);
+  }
+  REQUIRE(reports.size() == 1);
+  CHECK(reports[0].fault == CheckFault::leak);
+  CHECK(reports[0].later.tensor == "forgotten");
+  CHECK(reports[0].later.bytes == 5_KiB);
+}
+
 TEST_CASE("streams and events of another device are refused") {
   CheckedDevice<HostDevice> device, another;
   auto s = device.create_stream("s"), stranger = another.create_stream("s");

@@ -472,6 +472,21 @@ class CheckedDevice {
     });
   }
 
+  /// Nobody freed the block before the end of its arena: noted as a leak.
+  template <class Space>
+  void note_leak(memory_span<const std::byte, Space> memory, std::string_view name) noexcept {
+    const std::scoped_lock lock{mutex_};
+    if (device_.lost()) return;
+    const auto [begin, end] = range_of(memory);
+    const Cell* cell = map_.find(begin);
+    CheckReport report{.fault = CheckFault::leak, .remedy = "end the buffer before its arena"};
+    report.later = side({}, false, cell == nullptr ? nullptr : cell->block.get(), begin, end);
+    report.later.tensor = name;
+    report.later.actor = "the end of the arena";
+    report.later.what = "nobody freed";
+    note(std::move(report));
+  }
+
   // ------------------------------------------------------------------------------------------------ what D has
 
   [[nodiscard]] bool no_touch() const noexcept

@@ -194,6 +194,11 @@ class Arena {
     for (StreamList& list : lists_) {
       if (list.frees != 0) detail::try_twice(device_, [&] { device_.synchronize(list.event); });
     }
+    if constexpr (takes_notes<D>) {
+      for (const Slot& slot : slots_) {
+        if (slot.alive) device_.note_leak(constant(span_of(slot.block, slot.size)), slot.name_view());
+      }
+    }
     device_.note_divided(constant(reservation_.memory()), false);
   }
 
