@@ -47,8 +47,8 @@ void train(const std::vector<TensorSpec>& specs, Policy policy, Bytes page, std:
 
 TEST_CASE("every policy, depth and page size gives the model's bits") {
   const std::vector<TensorSpec> specs = mixed_tensors(2);
-  SUBCASE("paged, small pages") { train<2>(specs, OffloadOptimizerState{}, 1_KiB, 2, 4); }
-  SUBCASE("paged, depth 3, clipping") { train<3>(specs, OffloadAll{}, 4_KiB, 2, 4, {.max_norm = 0.5f}); }
+  SUBCASE("small pages") { train<2>(specs, OffloadOptimizerState{}, 1_KiB, 2, 4); }
+  SUBCASE("depth 3 and clipping") { train<3>(specs, OffloadAll{}, 4_KiB, 2, 4, {.max_norm = 0.5f}); }
   SUBCASE("one page") { train<3>(specs, OffloadAll{}, 1_MiB, 2, 4, {.gradient_scale = 0.125f}); }
   SUBCASE("resident") { train<3>(specs, KeepResident{}, 4_KiB, 2, 4, {.max_norm = 2.0f}); }
 }

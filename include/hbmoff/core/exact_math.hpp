@@ -48,6 +48,17 @@ namespace hbmoff::math {
 /// compilers and not by others. Adding -0 changes no product, not even a zero's sign.
 [[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float mul(float a, float b) { return fma(a, b, -0.0f); }
 
+/// -a: the sign alone changes.
+[[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float negate(float a) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("neg.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+#else
+  return -a;
+#endif
+}
+
 /// a / b as IEEE 754 has it.
 [[gnu::always_inline]] HBMOFF_HOST_DEVICE inline float div(float a, float b) {
 #ifdef __CUDA_ARCH__

@@ -232,7 +232,7 @@ class CudaDevice {
 
   /// `bytes` bytes of host memory, zeroed, that copies of every device of the process reach directly; empty for 0.
   /// Mapped once, in huge pages where the system allows, touched by several threads, then registered as one piece, so
-  /// that no copy straddles two registrations. Takes about 0.3 s per GiB. (With `write_combined`: cudaHostAlloc.)
+  /// that no copy straddles two registrations. (With `write_combined`: cudaHostAlloc.)
   [[nodiscard]] pinned_span<std::byte> allocate_pinned(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
     if (bytes == Bytes{}) return {};

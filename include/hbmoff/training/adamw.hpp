@@ -108,7 +108,7 @@ struct Moments {
   const float denominator = math::fma(root_v, c.inverse_sqrt_bias2, c.epsilon);
   // Without decay w passes through: fma(0, w, w) would make an infinite weight a NaN.
   const float decayed = (bit_cast<std::uint32_t>(c.decay) & 0x7fffffffu) == 0 ? w : math::fma(c.decay, w, w);
-  return canonical(math::fma(-c.step_size, math::div(m, denominator), decayed));
+  return canonical(math::fma(math::negate(c.step_size), math::div(m, denominator), decayed));
 }
 
 }  // namespace adamw_detail
