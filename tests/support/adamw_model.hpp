@@ -265,9 +265,17 @@ class Rig {
   void write_gradients(const GradientSource& source) { write_gradients(source, stream); }
   void write_gradients(const GradientSource& source, typename D::StreamRef on) {
     for (std::uint32_t t = 0; t < specs.size(); ++t) {
-      std::vector<std::byte> content(gradients[t].size().count());
-      for (std::uint64_t i = 0; i < specs[t].count; ++i) store(content.data(), specs[t].gradient, i, source.at(t, i));
-      upload(device, on, gradients[t].bytes(), std::move(content), "write gradients");
+      const auto write = [source, t, count = specs[t].count, dtype = specs[t].gradient](std::byte* to) {
+        for (std::uint64_t i = 0; i < count; ++i) store(to, dtype, i, source.at(t, i));
+      };
+      if constexpr (requires { typename D::LaunchOptions; }) {  // on the stream, which takes no memory
+        device.note_access(on, "write gradients", {}, {gradients[t].bytes()});
+        device.enqueue(on, [write, to = gradients[t].bytes().data()] { write(to); });
+      } else {
+        std::vector<std::byte> content(gradients[t].size().count());
+        write(content.data());
+        upload(device, on, gradients[t].bytes(), std::move(content), "write gradients");
+      }
     }
   }
 

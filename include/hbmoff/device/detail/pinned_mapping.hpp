@@ -84,11 +84,12 @@ class PinnedMapping {
   // The first touch makes the system find and zero a page; one thread does some 2 GB/s of it.
   void touch() noexcept {
     constexpr std::uint64_t least_per_thread = 32u << 20;
-    const std::uint64_t threads = std::clamp<std::uint64_t>(bytes_.count() / least_per_thread, 1,
-                                                            std::max(1u, std::thread::hardware_concurrency()));
+    const std::uint64_t cores = std::thread::hardware_concurrency();  // 0 where it is not known
+    const std::uint64_t threads =
+        std::clamp<std::uint64_t>(bytes_.count() / least_per_thread, 1, cores == 0 ? 1 : cores);
     const std::uint64_t share = round_up(bytes_.count() / threads + 1, alignment);
     const auto touch_share = [this, share](std::uint64_t i) {
-      const std::uint64_t end = std::min(bytes_.count(), (i + 1) * share);
+      const std::uint64_t end = (std::min)(bytes_.count(), (i + 1) * share);
       for (std::uint64_t at = i * share; at < end; at += alignment) const_cast<volatile std::byte&>(data_[at]) = {};
     };
     std::vector<std::thread> others;
@@ -96,8 +97,8 @@ class PinnedMapping {
     try {
       others.reserve(threads - 1);
       for (; started < threads; ++started) others.emplace_back(touch_share, started);
-    } catch (const std::system_error&) {  // no more threads: this one does the rest
-    } catch (const std::bad_alloc&) {
+    } catch (const std::exception&) {
+      // No more threads, or no memory for them: this one does the rest, from `started` on.
     }
     touch_share(0);
     for (std::uint64_t i = started; i < threads; ++i) touch_share(i);
