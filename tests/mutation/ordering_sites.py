@@ -5,6 +5,8 @@
 Writes OUT_DIR/hbmoff/... and OUT_DIR/ordering_sites.hpp, which lists the sites: every call of a wait, a record or a
 synchronisation in the headers above the devices. Lines keep their numbers. A call `f(x)` becomes
 `(::ordering::kept(N) ? (void)(f(x)) : (void)0)`. SWAP is a place where two steps can be done in the wrong order.
+A call that it cannot tell from a declaration, or whose name looks like one that orders work but is not in the list, is
+an error: no site is left out in silence.
 """
 
 import pathlib
@@ -13,6 +15,10 @@ import shutil
 import sys
 
 NAMES = "wait|record|synchronize|order_before|order_releases_before|order_taken_before|order_behind_pool"
+# Functions that hold such calls, which are sites themselves.
+HOLDERS = {"record_free", "record_releases"}
+LIKELY = r"\b(?P<name>\w*(?:wait|record|synchroni[sz]e|barrier|fence)\w*|order_\w+)\("
+DECLARATION = re.compile(r"(\[\[\w+\]\] )?((static|inline|constexpr|friend) )*void")
 # Devices are what is called; an observer's events carry times and order nothing.
 LEFT_OUT = {"device", "core", "interop"}
 
@@ -55,26 +61,30 @@ def receiver_start(text, end):
 
 def rewrite(path, text, sites):
     out, done = [], 0
-    for match in re.finditer(rf"\b(?P<name>{NAMES})\(", text):
+    for match in re.finditer(LIKELY, text):
         line_start = text.rfind("\n", 0, match.start()) + 1
         line = text[line_start:text.find("\n", match.start())]
         before = text[line_start:match.start()]
         if before.lstrip().startswith("//") or "//" in before:
             continue
+        if match.group("name") in HOLDERS:
+            continue
+        if not re.fullmatch(NAMES, match.group("name")):
+            raise SystemExit(f"{path}: does this order work? Name it in {pathlib.Path(__file__).name}: {line.strip()}")
         start = match.start()
         if before.endswith((".", "->")):
             start = receiver_start(text, match.start())
             before = text[line_start:start]
-        # A declaration has a type before it; a call stands behind nothing, a parenthesis, a brace, `return` or `else`.
+        # A call stands behind nothing, a parenthesis, a brace, `return` or `else`.
         lead = before.strip()
-        if lead and not re.search(r"([({;]|\)|return|else)$", lead):
+        if DECLARATION.fullmatch(lead):
             continue
+        if lead and not re.search(r"([({;]|\)|return|else)$", lead):
+            raise SystemExit(f"{path}: neither a declaration nor a call by itself: {line.strip()}")
         if start < done:
             raise SystemExit(f"{path}: nested sites")
         end = matching(text, match.end() - 1) + 1
-        if text[end:end + 1] != ";":  # a definition, or part of an expression
-            if re.match(r"\s*(const)?\s*(noexcept)?\s*\{", text[end:]):
-                continue
+        if text[end:end + 1] != ";":
             raise SystemExit(f"{path}: a call that is no statement: {line}")
         number = len(sites)
         sites.append((path, text.count("\n", 0, start) + 1, " ".join(text[start:end].split())))
