@@ -936,6 +936,64 @@ TEST_CASE("every piece of queued work fails: what is whole is said and can be sa
 
 TEST_CASE("the same, where the host runs no more than one operation ahead") { walk_work(1, 1, 1); }
 
+TEST_CASE("an arena of any size that is too small: the error names whose memory, the tier and the bytes") {
+  const std::vector<TensorSpec>& specs = tensors();
+  const auto is_known = [&](std::string_view name) {
+    // Of a page it says whose state is in it.
+    if (name.starts_with("adamw page ")) {
+      return std::any_of(specs.begin(), specs.end(),
+                         [&](const TensorSpec& spec) { return name.find(spec.name) != std::string_view::npos; });
+    }
+    return name.starts_with("adamw ") || name.starts_with("activations ");
+  };
+  for (const Tier small : {Tier::hbm, Tier::pinned_host}) {
+    std::vector<std::string> named;
+    bool enough = false;
+    for (Bytes capacity = 256_B; !enough; capacity = capacity + 256_B) {
+      INFO(to_string(small), " of ", capacity.count(), " bytes");
+      REQUIRE(capacity <= arena_bytes);
+      HostDevice device{device_options()};
+      const auto stream = device.create_stream("compute");
+      HbmArena<HostDevice> weights{device, arena_bytes};
+      HbmArena<HostDevice> hbm{device, small == Tier::hbm ? capacity : arena_bytes};
+      PinnedHostArena<HostDevice> host{device, small == Tier::pinned_host ? capacity : arena_bytes};
+      try {
+        PagedAdamW<HostDevice, OffloadMatching, 2> optimizer{hbm, host, policy(), PagedAdamWOptions{.page = page}};
+        std::vector<HbmArena<HostDevice>::Buffer> buffers;
+        for (const TensorSpec& spec : specs) {
+          buffers.push_back(weights.allocate(Bytes{spec.count * 4}, spec.name, Role::weight, stream));
+          buffers.push_back(weights.allocate(Bytes{spec.count * 4}, spec.name, Role::gradient, stream));
+          with_type(spec.weight, [&]<class W>(W) {
+            optimizer.add(TensorInfo{.name = spec.name, .dtype = spec.weight, .count = spec.count},
+                          buffers[buffers.size() - 2].bytes().subspan(0, spec.count * sizeof(W)).template as<W>(),
+                          device_span<const float>{buffers.back().template as<float>()});
+          });
+        }
+        optimizer.prepare(stream);
+        ActivationStore<HostDevice, OneOfEach, 2> store{hbm, host, OneOfEach{}, layers, bundle()};
+        enough = true;
+      } catch (const OutOfMemory& error) {
+        const OutOfMemory::Details& details = error.details();
+        INFO(error.what());
+        CHECK(details.tier == small);
+        CHECK(details.capacity == capacity);
+        CHECK(details.requested > Bytes{});
+        CHECK(details.requested > details.largest_free);
+        CHECK(!details.remedy.empty());
+        CHECK(is_known(details.what_for));
+        CHECK(std::string_view{error.what()}.find(details.what_for) != std::string_view::npos);
+        if (std::find(named.begin(), named.end(), details.what_for) == named.end()) named.push_back(details.what_for);
+      }
+      // Nothing of it is taken any more.
+      const auto can_be_had = [&](auto& arena) {
+        return arena.try_allocate(capacity, "all", Role::other, stream).has_value();
+      };
+      CHECK((small == Tier::hbm ? can_be_had(hbm) : can_be_had(host)));
+    }
+    CHECK(named.size() >= (small == Tier::hbm ? 5 : 9));  // tables, reports, slots, pages and layers
+  }
+}
+
 TEST_CASE("failures are made up for in order: the device that checks has nothing to report") { walk_checked(5, 17); }
 
 TEST_SUITE("nightly") {
