@@ -5,25 +5,21 @@
 #include <limits>
 #include <vector>
 
-#include "cuda/cuda_device.hpp"
+#include "hbmoff/cuda.hpp"
+#include "hbmoff/device/checked_device.hpp"
 #include "support/adamw_model.hpp"
-
-template <>
-struct adamw_test::MakeDevice<hbmoff::CudaDevice> {
-  hbmoff::CudaDevice operator()(const RigOptions&) const { return hbmoff::CudaDevice{0}; }
-};
 
 using namespace hbmoff;
 using namespace adamw_test;
 
 namespace {
 
-template <std::uint32_t Depth, class Policy>
+template <std::uint32_t Depth, class D = CudaDevice, class Policy>
 void train(const std::vector<TensorSpec>& specs, Policy policy, Bytes page, std::uint32_t groups, std::uint64_t steps,
            AdamWStep step_options = {}) {
-  Rig<CudaDevice> rig{specs};
+  Rig<D> rig{specs};
   AdamWModel model = rig.initial;
-  PagedAdamW<CudaDevice, Policy, Depth> optimizer{rig.hbm, rig.host, policy, {.page = page}};
+  PagedAdamW<D, Policy, Depth> optimizer{rig.hbm, rig.host, policy, {.page = page}};
   for (std::uint32_t g = 1; g < groups; ++g) optimizer.add_group({});
   rig.add_all(optimizer);
   optimizer.prepare(rig.stream);
@@ -51,4 +47,5 @@ TEST_CASE("every policy, depth and page size gives the model's bits") {
   SUBCASE("depth 3 and clipping") { train<3>(specs, OffloadAll{}, 4_KiB, 2, 4, {.max_norm = 0.5f}); }
   SUBCASE("one page") { train<3>(specs, OffloadAll{}, 1_MiB, 2, 4, {.gradient_scale = 0.125f}); }
   SUBCASE("resident") { train<3>(specs, KeepResident{}, 4_KiB, 2, 4, {.max_norm = 2.0f}); }
+  SUBCASE("checked") { train<2, CheckedDevice<CudaDevice>>(specs, OffloadAll{}, 4_KiB, 2, 2, {.max_norm = 0.5f}); }
 }

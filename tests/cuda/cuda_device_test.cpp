@@ -253,10 +253,58 @@ TEST_CASE("pinned memory is zeroed and whole, whatever its size") {
     CHECK(attributes.type == cudaMemoryTypeHost);
     device.free_pinned(memory);
   }
-  CudaDevice combining{0, {.write_combined = true}};
+  CudaDevice combining{CudaDeviceOptions{.write_combined = true}};
   const auto memory = combining.allocate_pinned(1_MiB);
   memory[5] = std::byte{1};
   combining.free_pinned(memory);
+}
+
+TEST_CASE("host memory of the caller's is pinned for a time, and an arena hands it out") {
+  CudaDevice device;
+  const Stream stream = device.create_stream();
+  const auto hbm = device.allocate_device(64_KiB);
+  std::vector<std::byte> memory(200 * 1024);
+  const auto first = (256 - reinterpret_cast<std::uintptr_t>(memory.data()) % 256) % 256;
+  {
+    auto pinned = device.register_pinned(memory.data() + first, 64_KiB);
+    CHECK(pinned.memory().data() == memory.data() + first);
+    const auto again =
+        error_of<CudaError>([&] { static_cast<void>(device.register_pinned(memory.data() + first, 64_KiB)); });
+    REQUIRE(again);
+    CHECK(again->code() == cudaErrorHostMemoryAlreadyRegistered);
+    CHECK_FALSE(device.lost());
+    CudaDevice::PinnedRegistration moved = std::move(pinned);
+    CHECK(pinned.memory().empty());  // NOLINT(bugprone-use-after-move)
+    PinnedHostArena<CudaDevice> arena{device, moved.memory()};
+    auto buffer = arena.allocate(1000_B, "of the caller's", Role::other, stream);
+    CHECK(buffer.bytes().data() >= memory.data());
+    device.fill_async(hbm, std::byte{7}, stream);
+    device.copy_async(buffer.bytes(), hbm.subspan(0, 1000), stream);
+    device.synchronize(CudaDevice::StreamRef{stream});
+    CHECK(buffer.bytes()[999] == std::byte{7});
+  }
+  static_cast<void>(device.register_pinned(memory.data() + first, 64_KiB));  // it was given back
+  CHECK(device.register_pinned(nullptr, Bytes{}).memory().empty());
+  device.free_device(hbm);
+}
+
+TEST_CASE("device memory from a pool of the caller's") {
+  int supported = 0;
+  REQUIRE(cudaDeviceGetAttribute(&supported, cudaDevAttrMemoryPoolsSupported, 0) == cudaSuccess);
+  if (supported == 0) return;
+  cudaMemPool_t pool = nullptr;
+  REQUIRE(cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess);
+  CudaDevice device{CudaDeviceOptions{.memory_pool = pool}};
+  const Stream stream = device.create_stream();
+  {
+    HbmArena<CudaDevice> arena{device, 1_MiB};
+    auto buffer = arena.allocate(10_KiB, "of a pool", Role::other, stream);
+    device.fill_async(buffer.bytes(), std::byte{3}, stream);
+  }
+  const auto memory = device.allocate_device(1_KiB);
+  CHECK(reinterpret_cast<std::uintptr_t>(memory.data()) % 256 == 0);
+  device.free_device(memory);
+  CHECK(device.allocate_device(Bytes{}).empty());
 }
 
 TEST_SUITE("standin") {

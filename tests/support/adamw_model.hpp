@@ -201,37 +201,54 @@ struct RigOptions {
   bool debug_protection = false;
 };
 
-/// Devices and their memory, where they differ; overloaded for a device that runs no host code on its streams.
 template <class D>
-struct MakeDevice {
-  D operator()(const RigOptions& options) const {
+concept RunsHostCode = requires(D& device, typename D::StreamRef stream) { device.enqueue(stream, [] {}); };
+
+template <class D>
+[[nodiscard]] D make_device(const RigOptions& options) {
+  if constexpr (RunsHostCode<D>) {
     return D{HostDeviceOptions{.hbm_capacity = options.capacity,
                                .ring_capacity = options.ring_capacity,
                                .debug_protection = options.debug_protection}};
+  } else {
+    return D{};
   }
-};
-/// Puts work on the stream that writes `content`, which may be gone before it runs.
+}
+/// Puts work on the stream that writes `content`. Where the device runs no host code, waits for it.
 template <class D>
 void upload(D& device, typename D::StreamRef stream, device_span<std::byte> to, std::vector<std::byte> content,
-            std::string_view label)
-  requires requires { typename D::LaunchOptions; }
-{
+            std::string_view label) {
   if (content.empty()) return;
-  device.note_access(stream, label, {}, {to});
-  device.enqueue(stream,
-                 [to = to.data(), content = std::move(content)] { std::memcpy(to, content.data(), content.size()); });
+  if constexpr (RunsHostCode<D>) {
+    device.note_access(stream, label, {}, {to});
+    device.enqueue(stream,
+                   [to = to.data(), content = std::move(content)] { std::memcpy(to, content.data(), content.size()); });
+  } else {
+    const auto staging = device.allocate_pinned(Bytes{content.size()});
+    device.note_host_access(label, {}, {staging});
+    std::memcpy(staging.data(), content.data(), content.size());
+    device.copy_async(to, pinned_span<const std::byte>{staging}, stream);
+    device.synchronize(stream);
+    device.free_pinned(staging);
+  }
 }
 /// Waits for the stream, and gives what is there.
 template <class D>
-[[nodiscard]] std::vector<std::byte> download(D& device, typename D::StreamRef stream, device_span<std::byte> from)
-  requires requires { typename D::LaunchOptions; }
-{
+[[nodiscard]] std::vector<std::byte> download(D& device, typename D::StreamRef stream, device_span<std::byte> from) {
   std::vector<std::byte> out(from.count());
-  if (!out.empty()) {
+  if (out.empty()) return out;
+  if constexpr (RunsHostCode<D>) {
     device.note_access(stream, "look", {from}, {});
     device.enqueue(stream, [from = from.data(), &out] { std::memcpy(out.data(), from, out.size()); });
+    device.synchronize(stream);
+  } else {
+    const auto staging = device.allocate_pinned(from.size_bytes());
+    device.copy_async(staging, device_span<const std::byte>{from}, stream);
+    device.synchronize(stream);
+    device.note_host_access("look", {staging}, {});
+    std::memcpy(out.data(), staging.data(), out.size());
+    device.free_pinned(staging);
   }
-  device.synchronize(stream);
   return out;
 }
 
@@ -240,7 +257,7 @@ template <Device D = LoggingDevice>
 class Rig {
  public:
   explicit Rig(std::vector<TensorSpec> tensor_specs, RigOptions options = {})
-      : device{MakeDevice<D>{}(options)},
+      : device{make_device<D>(options)},
         hbm{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         host{device, options.capacity, {.max_blocks = 16384, .max_streams = 16, .fill_freed = true}},
         stream{device.create_stream("compute")}, specs{std::move(tensor_specs)}, initial{specs, options.seed},
@@ -268,7 +285,7 @@ class Rig {
       const auto write = [source, t, count = specs[t].count, dtype = specs[t].gradient](std::byte* to) {
         for (std::uint64_t i = 0; i < count; ++i) store(to, dtype, i, source.at(t, i));
       };
-      if constexpr (requires { typename D::LaunchOptions; }) {  // on the stream, which takes no memory
+      if constexpr (RunsHostCode<D>) {  // on the stream, which takes no memory
         device.note_access(on, "write gradients", {}, {gradients[t].bytes()});
         device.enqueue(on, [write, to = gradients[t].bytes().data()] { write(to); });
       } else {

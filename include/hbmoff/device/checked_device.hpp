@@ -107,7 +107,7 @@ class CheckedDevice {
     StreamRef(std::nullptr_t) = delete;
     [[nodiscard]] std::string_view name() const noexcept { return state_->name; }
     /// The stream of `D`, to launch kernels on.
-    [[nodiscard]] typename D::StreamRef inner() const { return *state_->inner; }
+    [[nodiscard]] typename D::StreamRef inner() const { return *state_->ref; }
     friend bool operator==(StreamRef, StreamRef) = default;
 
    private:
@@ -219,17 +219,21 @@ class CheckedDevice {
 
   [[nodiscard]] Stream create_stream(std::string_view name = "stream", At at = At::current()) {
     const std::scoped_lock lock{mutex_};
-    auto state = std::make_unique<StreamState>();
-    state->inner.emplace(device_.create_stream(name, at));
-    state->device = this;
-    state->name = name;
-    const std::uint64_t number = ++stream_names_[state->name];
-    state->actor = new_actor(
-        "stream '" + state->name + "'" + (number == 1 ? "" : " (number " + std::to_string(number) + " of that name)"),
-        state.get());
-    streams_.push_back(std::move(state));
+    auto stream = device_.create_stream(name, at);
+    StreamState& state = add_stream(name, typename D::StreamRef{stream});
+    state.owned.emplace(std::move(stream));
     ++live_streams_;
-    return Stream{streams_.back().get()};
+    return Stream{&state};
+  }
+
+  /// A stream of the caller's, who keeps it alive; the same one gives the same view. What the caller puts on it past
+  /// this device is known by `note_access` alone.
+  [[nodiscard]] StreamRef adopt_stream(typename D::StreamRef stream, std::string_view name = "adopted stream") {
+    const std::scoped_lock lock{mutex_};
+    for (const auto& state : streams_) {
+      if (state->ref == stream) return StreamRef{state.get()};
+    }
+    return StreamRef{&add_stream(name, stream)};
   }
 
   [[nodiscard]] Event create_event(EventTiming timing = EventTiming::none, At at = At::current()) {
@@ -546,7 +550,8 @@ class CheckedDevice {
   };
   struct StreamState {
     CheckedDevice* device = nullptr;
-    std::optional<typename D::Stream> inner;
+    std::optional<typename D::Stream> owned;  ///< none: the caller's
+    std::optional<typename D::StreamRef> ref;
     std::string name;
     detail::Actor actor = 0;
     detail::VectorClock clock;
@@ -607,6 +612,18 @@ class CheckedDevice {
     actors_.push_back({std::move(name), stream});
     return static_cast<detail::Actor>(actors_.size() - 1);
   }
+  StreamState& add_stream(std::string_view name, typename D::StreamRef ref) {
+    auto state = std::make_unique<StreamState>();
+    state->device = this;
+    state->ref = ref;
+    state->name = name;
+    const std::uint64_t number = ++stream_names_[state->name];
+    state->actor = new_actor(
+        "stream '" + state->name + "'" + (number == 1 ? "" : " (number " + std::to_string(number) + " of that name)"),
+        state.get());
+    streams_.push_back(std::move(state));
+    return *streams_.back();
+  }
   // A thread is known by an object of its own, whose identity outlives it here: ids of threads are used again.
   HostState& host() {
     thread_local const auto token = std::make_shared<const char>();
@@ -650,8 +667,9 @@ class CheckedDevice {
   void destroy(StreamState& stream) noexcept {
     {
       std::unique_lock lock{mutex_};
-      [[maybe_unused]] const typename D::Stream inner = std::move(*stream.inner);
-      stream.inner.reset();
+      [[maybe_unused]] const typename D::Stream owned = std::move(*stream.owned);
+      stream.owned.reset();
+      stream.ref.reset();
       stream.clock = {};
       stream.pending = {};
       lock.unlock();  // it may block

@@ -40,10 +40,14 @@ class CudaError : public DeviceError {
 };
 
 struct CudaDeviceOptions {
+  int ordinal = 0;  ///< as cudaSetDevice counts
   /// Pinned memory bypasses the CPU's caches. Copies to the device may be faster over some links; the host reads such
   /// memory many times slower than other memory, and must write it in order. Only for what the host writes and the
   /// device reads; never for optimizer state that the host updates.
   bool write_combined = false;
+  /// Null: device memory comes from cudaMalloc. Else from this pool of the device's, which outlives it, so that other
+  /// parts of the program that use the pool get back what an arena gave back.
+  cudaMemPool_t memory_pool = nullptr;
 };
 
 /// One GPU. Holds nothing but its ordinal: streams, events and memory are the runtime's, work of other code in the same
@@ -162,15 +166,38 @@ class CudaDevice {
     cudaEvent_t owned_;
   };
 
-  /// Device `ordinal`, as cudaSetDevice counts. Creates its primary context. `CudaError` where there is none.
-  explicit CudaDevice(int ordinal = 0, CudaDeviceOptions options = {},
-                      std::source_location at = std::source_location::current())
-      : ordinal_{ordinal}, options_{options} {
+  /// Owns the registration of host memory with the driver, not the memory. Move-only; destruction ends the
+  /// registration: work that uses the memory must have ended.
+  class PinnedRegistration {
+   public:
+    PinnedRegistration(PinnedRegistration&& other) noexcept : memory_{std::exchange(other.memory_, {})} {}
+    PinnedRegistration& operator=(PinnedRegistration&& other) noexcept {
+      PinnedRegistration old{std::move(*this)};
+      memory_ = std::exchange(other.memory_, {});
+      return *this;
+    }
+    ~PinnedRegistration() {
+      if (!memory_.empty()) forget(cudaHostUnregister(memory_.data()));
+    }
+    /// The memory, for `PinnedHostArena{device, memory}` or for copies; empty when moved from.
+    [[nodiscard]] pinned_span<std::byte> memory() const noexcept { return memory_; }
+
+   private:
+    friend CudaDevice;
+    explicit PinnedRegistration(pinned_span<std::byte> memory) noexcept : memory_{memory} {}
+    pinned_span<std::byte> memory_;
+  };
+
+  /// Device `ordinal` with the other options as they are. Creates its primary context. `CudaError` where there is none.
+  explicit CudaDevice(int ordinal = 0, std::source_location at = std::source_location::current())
+      : CudaDevice{CudaDeviceOptions{.ordinal = ordinal}, at} {}
+  explicit CudaDevice(CudaDeviceOptions options, std::source_location at = std::source_location::current())
+      : ordinal_{options.ordinal}, options_{options} {
     int count = 0;
     check(cudaGetDeviceCount(&count), "cudaGetDeviceCount", at);
-    if (ordinal < 0 || ordinal >= count) {
+    if (ordinal_ < 0 || ordinal_ >= count) {
       throw CudaError{DeviceError::Kind::call_failed, cudaErrorInvalidDevice, "CudaDevice",
-                      ": " + std::to_string(ordinal) + " of " + std::to_string(count), at};
+                      ": " + std::to_string(ordinal_) + " of " + std::to_string(count), at};
     }
     const Current current{*this, at};
     check(cudaFree(nullptr), "cudaFree", at);
@@ -206,19 +233,24 @@ class CudaDevice {
     return Event{event};
   }
 
-  /// `bytes` bytes by one cudaMalloc, aligned to 256 bytes at least, content unspecified; empty for 0.
+  /// `bytes` bytes by one cudaMalloc (or from the pool of the options, which waits), aligned to 256 bytes at least,
+  /// content unspecified; empty for 0.
   [[nodiscard]] device_span<std::byte> allocate_device(Bytes bytes,
                                                        std::source_location at = std::source_location::current()) {
     if (bytes == Bytes{}) return {};
     const Current current{*this, at};
     void* memory = nullptr;
-    const cudaError_t code = cudaMalloc(&memory, bytes.count());
+    const bool pooled = options_.memory_pool != nullptr;
+    const std::string_view api = pooled ? "cudaMallocFromPoolAsync" : "cudaMalloc";
+    const cudaError_t code =
+        pooled ? cudaMallocFromPoolAsync(&memory, bytes.count(), options_.memory_pool, cudaStreamPerThread)
+               : cudaMalloc(&memory, bytes.count());
     if (code == cudaErrorMemoryAllocation) {
       static_cast<void>(cudaGetLastError());
       const MemoryInfo info = memory_info();
       OutOfMemory::Details details;
       details.tier = Tier::hbm;
-      details.what_for = "cudaMalloc";
+      details.what_for = api;
       details.requested = bytes;
       details.capacity = info.total;
       details.free = details.largest_free = info.free;
@@ -226,7 +258,13 @@ class CudaDevice {
                        std::to_string(ordinal_) + "'s memory";
       throw OutOfMemory{std::move(details)};
     }
-    check(code, "cudaMalloc", at);
+    check(code, api, at);
+    if (pooled) {  // usable on every stream, at once
+      if (const cudaError_t done = cudaStreamSynchronize(cudaStreamPerThread); done != cudaSuccess) {
+        forget(cudaFree(memory));
+        check(done, "cudaStreamSynchronize", at);
+      }
+    }
     return {static_cast<std::byte*>(memory), bytes.count()};
   }
 
@@ -248,9 +286,29 @@ class CudaDevice {
     return {mapping.release(), bytes.count()};
   }
 
+  /// Pins host memory of the caller's for as long as the result lives, `bytes` bytes from `memory` on, in one piece;
+  /// copies of every device of the process reach it then. Blocks while the system pins. `OutOfMemory` when it cannot be
+  /// pinned, `CudaError` when some of it is registered already: then it may be given to `PinnedHostArena` as it is.
+  [[nodiscard]] PinnedRegistration register_pinned(void* memory, Bytes bytes,
+                                                   std::source_location at = std::source_location::current()) const {
+    if (bytes == Bytes{}) return PinnedRegistration{{}};
+    const Current current{*this, at};
+    const cudaError_t code = cudaHostRegister(memory, bytes.count(), cudaHostRegisterPortable);
+    if (code == cudaErrorHostMemoryAlreadyRegistered) check(code, "cudaHostRegister", at);
+    pinned(code, "cudaHostRegister", bytes, at);
+    return PinnedRegistration{{static_cast<std::byte*>(memory), bytes.count()}};
+  }
+
   /// Gives back what `allocate_device` gave, whole. Waits for the device, as cudaFree does, unless it is lost.
   void free_device(device_span<std::byte> memory) noexcept {
     if (memory.empty()) return;
+    if (options_.memory_pool != nullptr && !lost()) {  // cudaFree does not wait for memory of a pool
+      int before = 0;
+      const bool known = cudaGetDevice(&before) == cudaSuccess;
+      forget(cudaSetDevice(ordinal_));
+      forget(cudaDeviceSynchronize());
+      if (known) forget(cudaSetDevice(before));
+    }
     forget(cudaFree(memory.data()));
   }
   /// Gives back what `allocate_pinned` gave, whole. Work that uses it must have ended.
@@ -458,7 +516,7 @@ class CudaDevice {
     throw CudaError{DeviceError::Kind::call_failed, code, api, "", at};
   }
   void pinned(cudaError_t code, std::string_view api, Bytes bytes, std::source_location at) const {
-    if (code != cudaErrorMemoryAllocation && code != cudaErrorHostMemoryAlreadyRegistered) return check(code, api, at);
+    if (code != cudaErrorMemoryAllocation) return check(code, api, at);
     static_cast<void>(cudaGetLastError());
     throw OutOfMemory{detail::pinning_failed(api, bytes)};
   }

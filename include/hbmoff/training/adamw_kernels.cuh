@@ -139,7 +139,10 @@ __global__ void __launch_bounds__(block_threads) leaf_sums(const Tables tables) 
     const Tensor& tensor = tables.tensors[t];
     if (!tensor.active()) continue;
     const std::uint64_t leaves = leaf_count(tensor.count);
-    for (std::uint64_t leaf = warp_index(); leaf < leaves; leaf += warp_count()) {
+    // Warp w takes the leaves whose number, counted over all tensors, is w modulo the warps: small tensors are spread.
+    const std::uint64_t before = tensor.first_leaf % warp_count();
+    for (std::uint64_t leaf = (warp_index() + warp_count() - before) % warp_count(); leaf < leaves;
+         leaf += warp_count()) {
       const std::uint64_t first = leaf * norm_leaf, left = tensor.count - first;
       with_gradient(tensor, first,
                     LeafSum{left < norm_leaf ? left : norm_leaf, tables.leaves + tensor.first_leaf + leaf});
@@ -253,6 +256,8 @@ class Launcher {
 [[nodiscard]] constexpr std::uint64_t blocks_for(std::uint64_t items, std::uint64_t items_per_block) {
   return items / items_per_block + (items % items_per_block != 0 ? 1 : 0);
 }
+inline constexpr std::uint64_t most_leaf_blocks =
+    1024;  // several for each multiprocessor; each block takes the rest in turn
 inline constexpr std::uint64_t page_elements_per_block = warp_elements * (block_threads / warp_threads);
 
 template <class Kernel>
@@ -268,7 +273,8 @@ inline void put(Launcher& launch, CudaDevice& device, const InitialisePage& kern
          elements);
 }
 inline void put(Launcher& launch, CudaDevice&, const LeafSums& kernel, CudaDevice::StreamRef, std::source_location) {
-  launch(&leaf_sums, 1024, block_threads, kernel.tables);
+  const std::uint64_t blocks = blocks_for(kernel.tables.leaf_total, block_threads / warp_threads);
+  launch(&leaf_sums, blocks < most_leaf_blocks ? blocks : most_leaf_blocks, block_threads, kernel.tables);
 }
 inline void put(Launcher& launch, CudaDevice&, const JoinLeaves& kernel, CudaDevice::StreamRef, std::source_location) {
   launch(&join_tensors, kernel.tables.tensor_count, block_threads, kernel.tables);

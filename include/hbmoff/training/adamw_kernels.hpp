@@ -66,6 +66,7 @@ struct Tables {
   std::uint64_t* applied;  ///< steps applied, per tensor
   double* tensor_sums;
   double* leaves;
+  std::uint64_t leaf_total;  ///< of all tensors
   std::uint32_t tensor_count;
 };
 

@@ -552,6 +552,7 @@ class PagedAdamW {
     take(tables_.applied, tensors_.size());
     take(tables_.tensor_sums, tensors_.size());
     take(tables_.leaves, leaves_);
+    tables_.leaf_total = leaves_;
     tables_.tensor_count = static_cast<std::uint32_t>(tensors_.size());
   }
 
