@@ -434,12 +434,16 @@ class CheckedDevice {
     if (memory.empty()) return;
     switch (what) {
       case BlockNote::allocated:
-        return begin_block(memory, std::is_same_v<Space, DeviceSpace>, name, own(stream), at);
+        begin_block(memory, std::is_same_v<Space, DeviceSpace>, name, own(stream), at);
+        break;
       case BlockNote::freed:
-        return end_block(memory, own(stream), at);
+        end_block(memory, own(stream), at);
+        break;
       case BlockNote::named:
-        return name_part(memory, name);
+        name_part(memory, name);
+        break;
     }
+    device_.note_block(what, memory, name, stream.inner(), at);
   }
 
   void note_discarded(device_span<const std::byte> memory, std::string_view name) noexcept {
@@ -455,6 +459,7 @@ class CheckedDevice {
     const std::scoped_lock lock{mutex_};
     if (memory.empty()) return;
     const auto [begin, end] = range_of(memory);
+    device_.note_divided(memory, divided);
     if (!divided) return undivide(begin, end);
     const Cell* there = map_.find(begin);
     if (there != nullptr && there->extent == Extent::freed && there->block != nullptr &&
