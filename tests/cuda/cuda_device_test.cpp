@@ -127,7 +127,11 @@ TEST_CASE("the caller's streams are adopted, the default streams included, and n
   CHECK(adopted == CudaDevice::StreamRef{mine});
   CHECK(adopted.get() == mine);
   CHECK_FALSE(adopted == CudaDevice::StreamRef{t.a});
+#if defined(CUDA_API_PER_THREAD_DEFAULT_STREAM)
+  CHECK(cuda_stream(nullptr) == cuda_stream(cudaStreamPerThread));
+#else
   CHECK(cuda_stream(nullptr) == cuda_stream(cudaStreamLegacy));
+#endif
   CHECK_FALSE(cuda_stream(cudaStreamPerThread) == cuda_stream(cudaStreamLegacy));
   CHECK_THROWS_AS(CudaDevice::StreamRef{static_cast<cudaStream_t>(nullptr)}, InvalidArgument);
   for (const CudaDevice::StreamRef stream : {adopted, cuda_stream(nullptr), cuda_stream(cudaStreamPerThread)}) {
