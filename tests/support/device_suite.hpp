@@ -167,6 +167,56 @@ TEST_CASE_TEMPLATE("memory of an arena passes from stream to stream in order", D
   }
 }
 
+// Somebody writes behind a buffer.
+template <class Arena, class D, class Write>
+void check_overruns(D& device, Write&& write) {
+  const auto stream = device.create_stream("compute");
+  Arena arena{device, 64_KiB, {.max_blocks = 16, .fill_freed = true, .guard_band = 100_B}};
+  CHECK(arena.allocate(Bytes{}, "nothing", Role::other, stream).size() == Bytes{});
+  for (int round = 0; round < 3; ++round) {
+    auto whole = arena.allocate(1000_B, "whole", Role::other, stream);
+    auto overrun = arena.allocate(1001_B, "weights of layer 3", Role::other, stream);
+    auto behind = arena.allocate(1000_B, "behind", Role::other, stream);
+    write(whole.bytes(), 1000, stream);
+    write(overrun.bytes(), round == 1 ? 1001 + 17 : 1001, stream);
+    whole.free(stream);
+    behind.free(stream);
+    if (round == 1) {
+      try {
+        overrun.free(stream);
+        CHECK(false);
+      } catch (const Overrun& error) {
+        CHECK(error.buffer() == "weights of layer 3");
+        CHECK(error.behind() == 0);
+      }
+      CHECK(overrun.size() == 1001_B);
+    }
+    overrun.free(stream);
+    CHECK(overrun.size() == Bytes{});
+  }
+  device.synchronize(typename D::StreamRef{stream});
+  CHECK(arena.try_allocate(63_KiB, "all", Role::other, stream).has_value());
+  using Options = ArenaOptions;
+  CHECK_THROWS_AS((Arena{device, 64_KiB, Options{.guard_band = 2_MiB}}), InvalidArgument);
+}
+
+TEST_CASE_TEMPLATE("guard bands tell whose end was passed", D, HBMOFF_SUITE_DEVICES) {
+  D device = make_device<D>({});
+  if constexpr (takes_notes<D>) {
+    const ArenaOptions options{.guard_band = 1_KiB};
+    CHECK_THROWS_AS((HbmArena<D>{device, 64_KiB, options}), InvalidArgument);
+  } else {
+    const auto fill = [&](device_span<std::byte> memory, std::uint64_t count, typename D::StreamRef stream) {
+      device.fill_async(device_span<std::byte>{memory.data(), count}, std::byte{0x11}, stream);
+    };
+    check_overruns<HbmArena<D>>(device, fill);
+    const auto write = [&](pinned_span<std::byte> memory, std::uint64_t count, typename D::StreamRef stream) {
+      device.host_func(stream, [=] { std::memset(memory.data(), 0x11, count); });
+    };
+    check_overruns<PinnedHostArena<D>>(device, write);
+  }
+}
+
 // Random sweeps of two schedulers over one home, against a plain array of bytes.
 template <class D>
 void random_sweeps(std::uint64_t seed, std::uint32_t depth, bool shared) {

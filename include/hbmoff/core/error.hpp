@@ -27,6 +27,23 @@ class InvalidArgument : public Error {
   using Error::Error;
 };
 
+/// Somebody wrote behind the end of a buffer of an arena with guard bands. Told once for each buffer, which then can be
+/// freed. The message names the buffer and the place.
+class Overrun : public Error {
+ public:
+  Overrun(std::string buffer, Bytes size, std::uint64_t behind)
+      : Error{"'" + buffer + "' of " + std::to_string(size.count()) + " bytes was overrun: byte " +
+              std::to_string(behind) + " behind its end was written to"},
+        buffer_{std::move(buffer)}, behind_{behind} {}
+  [[nodiscard]] const std::string& buffer() const noexcept { return buffer_; }
+  /// Of the bytes behind the buffer's last one, the first that was written to; 0 for the next.
+  [[nodiscard]] std::uint64_t behind() const noexcept { return behind_; }
+
+ private:
+  std::string buffer_;
+  std::uint64_t behind_;
+};
+
 /// A tier has no room. Nothing was changed. The message names the tier, the bytes and the largest owners.
 class OutOfMemory : public Error {
  public:
@@ -37,14 +54,14 @@ class OutOfMemory : public Error {
   };
   struct Details {
     Tier tier = Tier::hbm;
-    std::string what_for;            ///< name given by the caller that asked
+    std::string what_for;  ///< name given by the caller that asked
     Bytes requested;
     Bytes capacity;
-    Bytes free;                      ///< sum of free bytes
-    Bytes largest_free;              ///< largest single block that could be had
+    Bytes free;  ///< sum of free bytes
+    Bytes largest_free;  ///< largest single block that could be had
     Bytes by_role[role_count] = {};  ///< bytes taken, by role
-    std::vector<Owner> largest;      ///< largest owners, largest first, a handful
-    std::string remedy;              ///< what the user can change; may be empty
+    std::vector<Owner> largest;  ///< largest owners, largest first, a handful
+    std::string remedy;  ///< what the user can change; may be empty
   };
 
   explicit OutOfMemory(Details details) : Error{message(details)}, details_{std::move(details)} {}
@@ -79,7 +96,7 @@ class OutOfMemory : public Error {
 class DeviceError : public Error {
  public:
   enum class Kind : std::uint8_t {
-    call_failed,   ///< this call failed, had no effect, and the device is usable
+    call_failed,  ///< this call failed, had no effect, and the device is usable
     context_lost,  ///< queued work failed; everything queued was dropped; permanent
   };
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <source_location>
@@ -20,6 +22,7 @@
 #include "hbmoff/device/detail/try_twice.hpp"
 #include "hbmoff/device/device.hpp"
 #include "hbmoff/memory/block_allocator.hpp"
+#include "hbmoff/memory/detail/guard_bands.hpp"
 
 namespace hbmoff {
 
@@ -28,14 +31,19 @@ struct ArenaOptions {
   std::uint32_t max_streams = 16;    ///< streams whose frees are tracked at once; one event each
   /// Fill what is freed with 0xFF (as numbers: NaN) in stream order, so that a stale read shows. For tests.
   bool fill_freed = false;
+  /// Keep so many bytes behind each buffer, 1 MiB at most, and look on free whether somebody wrote there: `Buffer::free`
+  /// throws `Overrun`, once, and then can be called again; destructors say so on standard error. A free waits for its
+  /// stream then, and footprints are those of buffers so much larger, which estimates do not know. For debugging; not on
+  /// devices that check.
+  Bytes guard_band = {};
 };
 
 /// What an arena holds. All counts include the padding of `arena_footprint`.
 struct ArenaUsage {
   Bytes capacity;
-  Bytes used;          ///< buffers alive, and freed ones still kept for their stream
-  Bytes high_water;    ///< largest `used` so far
-  Bytes free;          ///< capacity - used
+  Bytes used;  ///< buffers alive, and freed ones still kept for their stream
+  Bytes high_water;  ///< largest `used` so far
+  Bytes free;  ///< capacity - used
   Bytes largest_free;  ///< largest free run; kept blocks may make more once they are joined
   Bytes by_role[role_count] = {};  ///< sums to `used`
 };
@@ -141,7 +149,8 @@ class Arena {
 
     /// Gives the block back behind the work put on `stream` so far; work of other streams that uses it must already be
     /// ordered before that. Does nothing on an empty buffer. When a device call fails it throws the device's error and
-    /// the buffer still owns its block (with `fill_freed` its content may be gone).
+    /// the buffer still owns its block (with `fill_freed` its content may be gone). With `guard_band` it waits for the
+    /// stream, and throws `Overrun`.
     void free(StreamRef stream, std::source_location at = std::source_location::current()) {
       if (slot_ != no_slot) arena_->release(slot_, stream, at);
       forget();
@@ -285,6 +294,7 @@ class Arena {
     Role role = Role::other;
     bool alive = false;
     bool unnoted = false;  // freed by a destructor that could not tell the device
+    bool overrun_told = false;
     std::uint8_t name_length = 0;
     char name[max_name];
 
@@ -310,7 +320,7 @@ class Arena {
 
   Arena(D& device, Reservation reservation, ArenaOptions options, std::source_location at)
       : device_{device}, options_{options}, reservation_{std::move(reservation)},
-        blocks_{reservation_.memory().size_bytes(), options.max_blocks} {
+        bands_{device, options.guard_band, at}, blocks_{reservation_.memory().size_bytes(), options.max_blocks} {
     if (options.max_streams == 0 || options.max_streams > 1024) {
       throw InvalidArgument{"Arena: max_streams must be 1 to 1024, not " + std::to_string(options.max_streams)};
     }
@@ -336,13 +346,14 @@ class Arena {
   // One attempt; see the class comment for the order.
   std::optional<Buffer> attempt(Bytes bytes, std::string_view name, Role role, StreamRef stream,
                                 std::source_location at) {
-    const Bytes need = footprint(bytes);
+    const Bytes taken = bytes + bands_.bytes();
+    const Bytes need = footprint(taken);
     const std::uint32_t consumer = list_of(stream, at);
     if (std::uint32_t* link = find_kept(consumer, need)) {
       const std::uint32_t slot = *link;
       const Span span = span_of(slots_[slot].block, bytes);
       note_freed_late(slot, stream, at);
-      device_.note_block(BlockNote::allocated, constant(span), name, stream, at);
+      open_block(slots_[slot].block, bytes, name, stream, at);
       *link = slots_[slot].next;
       --lists_[consumer].kept;
       role_bytes(slots_[slot].role) -= need;
@@ -354,7 +365,7 @@ class Arena {
     const Span span = span_of(block, bytes);
     try {
       order_behind_pool(consumer, at);
-      device_.note_block(BlockNote::allocated, constant(span), name, stream, at);
+      open_block(block, bytes, name, stream, at);
     } catch (...) {
       blocks_.free(block);  // nobody has used it: the pool is as before
       throw;
@@ -468,7 +479,26 @@ class Arena {
     ++lists_[list].kept;
   }
 
+  // A block is about to be a buffer of `bytes` bytes.
+  void open_block(BlockAllocator::BlockId block, Bytes bytes, std::string_view name, StreamRef stream,
+                  std::source_location at) {
+    device_.note_block(BlockNote::allocated, constant(span_of(block, bytes + bands_.bytes())), name, stream, at);
+    bands_.write(band_of(block, bytes), stream, at);
+  }
+  [[nodiscard]] Span band_of(BlockAllocator::BlockId block, Bytes bytes) const {
+    return span_of(block, bytes + bands_.bytes()).subspan(bytes.count(), bands_.bytes().count());
+  }
+  void check_band(std::uint32_t slot, StreamRef stream, std::source_location at) {
+    Slot& of = slots_[slot];
+    if (bands_.bytes() == Bytes{} || of.overrun_told) return;
+    const std::optional<std::uint64_t> wrong = bands_.first_wrong(band_of(of.block, of.size), stream, at);
+    if (!wrong) return;
+    of.overrun_told = true;
+    throw Overrun{std::string{of.name_view()}, of.size, *wrong};
+  }
+
   void release(std::uint32_t slot, StreamRef stream, std::source_location at) {
+    check_band(slot, stream, at);
     const std::uint32_t list = list_of(stream, at);
     const Span span = span_of(slots_[slot].block, slots_[slot].size);
     if (options_.fill_freed) fill_freed(span, stream, at);
@@ -478,6 +508,13 @@ class Arena {
   }
 
   void release_or_quarantine(std::uint32_t slot, StreamRef stream) noexcept {
+    try {
+      check_band(slot, stream, std::source_location::current());
+    } catch (const Overrun& overrun) {
+      std::fprintf(stderr, "hbmoff: %s\n", overrun.what());
+    } catch (const std::exception&) {
+      slots_[slot].overrun_told = true;  // it cannot be looked at
+    }
     if (detail::try_twice(device_, [&] { release(slot, stream, std::source_location::current()); })) return;
     ++failed_frees_;
     slots_[slot].unnoted = true;
@@ -542,6 +579,7 @@ class Arena {
     taken.size = size;
     taken.role = role;
     taken.alive = true;
+    taken.overrun_told = false;
     taken.set_name(name);
     role_bytes(role) += blocks_.size(block);
   }
@@ -582,6 +620,7 @@ class Arena {
   D& device_;
   ArenaOptions options_;
   Reservation reservation_;
+  detail::GuardBands<D, Space> bands_;
   BlockAllocator blocks_;
   Bytes high_water_;
   Bytes by_role_[role_count] = {};
