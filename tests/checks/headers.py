@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-NEEDS_CUDA = {"hbmoff/cuda.hpp", "hbmoff/device/cuda_device.hpp"}
+NEEDS_CUDA = {"hbmoff/cuda.hpp", "hbmoff/device/cuda_device.hpp", "hbmoff/interop/nvtx_memory.hpp"}
 
 # Names that other people's headers are known to define as macros (windows.h, curses, X11, LLVM's and older C code).
 # min and max are function-like in windows.h, so that `std::min(a, b)` breaks and `(std::min)(a, b)` does not.

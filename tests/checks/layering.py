@@ -41,7 +41,7 @@ CUDA = re.compile(r"cuda|cub/|cublas|thrust/|nv/|nccl|curand|cooperative_groups|
 CUDA_HEADERS = {"cuda.hpp", "device/cuda_device.hpp"}  # and every .cuh
 CUDA_SOURCES = {"cuda_kernels.cu"}  # what a user's build compiles once
 # Which third-party headers an adapter may see.
-INTEROP_LIBRARIES = {"interop/fmt.hpp": re.compile(r"fmt/")}
+INTEROP_LIBRARIES = {"interop/fmt.hpp": re.compile(r"fmt/"), "interop/nvtx_memory.hpp": re.compile(r"nvtx3/")}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]*)"|<([^>]*)>|(.*))')
 DEFINE = re.compile(r"^\s*#\s*define\s+(\w+)")
