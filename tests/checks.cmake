@@ -19,7 +19,8 @@ hbmoff_add_check(instantiated check ${CMAKE_CURRENT_SOURCE_DIR}/checks/instantia
   ${hbmoff_include} ${CMAKE_CURRENT_SOURCE_DIR}/instantiation_test.cpp)
 
 file(GLOB_RECURSE example_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/examples/*.cpp ${PROJECT_SOURCE_DIR}/examples/*.hpp)
-hbmoff_add_check(readme check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme.py ${PROJECT_SOURCE_DIR}/README.md ${example_sources})
+hbmoff_add_check(readme check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme.py ${PROJECT_SOURCE_DIR}/README.md ${example_sources}
+  ${CMAKE_CURRENT_SOURCE_DIR}/consumers/consumer_cuda.cpp)
 
 if(TARGET check_ordering)
   hbmoff_add_check(readme_report check ${CMAKE_CURRENT_SOURCE_DIR}/checks/readme_report.py ${PROJECT_SOURCE_DIR}/README.md
@@ -85,10 +86,10 @@ hbmoff_add_check(annotation_cost check ${PROJECT_SOURCE_DIR}/bench/annotation_co
 # What a user does: hbmoff installed (the tree then moved, so that no path is left in it) and found, and as a subproject.
 set(consumers ${CMAKE_CURRENT_SOURCE_DIR}/consumers)
 set(consumer_build ${CMAKE_CURRENT_BINARY_DIR}/consumers)
-function(hbmoff_add_consumer name)
+function(hbmoff_add_consumer name)  # and what else run.cmake takes
   add_test(NAME consumer.${name} COMMAND ${CMAKE_COMMAND} -D source=${consumers}/${name} -D binary=${consumer_build}/${name}
     -D generator=${CMAKE_GENERATOR} -D compiler=${CMAKE_CXX_COMPILER} -D hbmoff=${PROJECT_SOURCE_DIR}
-    -D installed_from=${PROJECT_BINARY_DIR} -P ${consumers}/run.cmake)
+    -D installed_from=${PROJECT_BINARY_DIR} ${ARGN} -P ${consumers}/run.cmake)
   set_tests_properties(consumer.${name} PROPERTIES TIMEOUT 600 LABELS check)
 endfunction()
 hbmoff_add_consumer(find_package)

@@ -1,6 +1,8 @@
 # Configures, builds and runs one consumer project from scratch.
 #
-#   cmake -D source=DIR -D binary=DIR -D generator=NAME -D compiler=CXX -D hbmoff=SOURCE_DIR -D installed_from=BUILD_DIR -P run.cmake
+#   cmake -D source=DIR -D binary=DIR -D generator=NAME -D compiler=CXX -D hbmoff=SOURCE_DIR -D installed_from=BUILD_DIR
+#     [-D options=OPTION,OPTION...] [-D runner=PROG] -P run.cmake
+string(REPLACE "," ";" options "${options}")
 file(REMOVE_RECURSE ${binary})
 
 function(run)
@@ -11,7 +13,7 @@ function(run)
 endfunction()
 
 get_filename_component(name ${source} NAME)
-if(name STREQUAL "find_package")
+if(name MATCHES "^find_package")
   run(${CMAKE_COMMAND} --install ${installed_from} --prefix ${binary}/first_place)
   file(RENAME ${binary}/first_place ${binary}/moved)
   file(GLOB_RECURSE package_files ${binary}/moved/share/cmake/*)
@@ -30,6 +32,6 @@ else()
 endif()
 
 run(${CMAKE_COMMAND} -S ${source} -B ${binary}/build -G ${generator} -D CMAKE_CXX_COMPILER=${compiler}
-  -D CMAKE_CXX_FLAGS=-O1 ${where})
+  -D CMAKE_CXX_FLAGS=-O1 ${where} ${options})
 run(${CMAKE_COMMAND} --build ${binary}/build)
-run(${binary}/build/consumer)
+run(${runner} ${binary}/build/consumer)
