@@ -34,7 +34,6 @@
 #include "hbmoff/core/tier.hpp"
 #include "hbmoff/core/units.hpp"
 #include "hbmoff/device/declared_access.hpp"
-#include "hbmoff/device/detail/address_sanitizer.hpp"
 #include "hbmoff/device/detail/float_environment.hpp"
 #include "hbmoff/device/detail/host_memory.hpp"
 #include "hbmoff/device/detail/link_engine.hpp"
@@ -442,28 +441,12 @@ class HostDevice {
     return stats;
   }
 
-  /// In a program with AddressSanitizer: what an arena holds and has not handed out may not be touched, in stream order;
-  /// an access there is reported by it. Elsewhere, and of memory that is addresses only, nothing.
-  template <class T, class Space>
-  void note_block(BlockNote what, memory_span<T, Space> memory, std::string_view, StreamRef stream,
-                  std::source_location at = std::source_location::current()) {
-    if (!poisons() || memory.empty() || what == BlockNote::named) return;
-    const auto* data = reinterpret_cast<const std::byte*>(memory.data());
-    const std::uint64_t bytes = memory.size_bytes().count();
-    if (what == BlockNote::allocated) return poisoned_.take(data, bytes);
-    const detail::PoisonedRanges::GivenBack given = poisoned_.give_back(data);
-    if (given.arena != 0 && !lost()) push<Close>(*stream.state_, "note_block", at, *this, given);
-  }
-  template <class Space>
-  void note_divided(memory_span<const std::byte, Space> memory, bool divided) noexcept {
-    if (!poisons() || memory.empty()) return;
-    if (divided) {
-      poisoned_.divide(memory.data(), memory.count());
-    } else {
-      poisoned_.undivide(memory.data(), memory.count());
-    }
-  }
   /// Notes for devices that check; nothing here.
+  template <class T, class Space>
+  void note_block(BlockNote, memory_span<T, Space>, std::string_view, StreamRef,
+                  std::source_location = std::source_location::current()) noexcept {}
+  template <class Space>
+  void note_divided(memory_span<const std::byte, Space>, bool) noexcept {}
   void note_access(StreamRef, std::string_view, AccessList, AccessList,
                    std::source_location = std::source_location::current()) noexcept {}
   void note_host_access(std::string_view, AccessList, AccessList,
@@ -552,17 +535,6 @@ class HostDevice {
       return device.finish(start, start + modelled_time, taken);
     }
   };
-
-  /// Closes a block that was freed to AddressSanitizer.
-  struct Close {
-    HostDevice& device;
-    detail::PoisonedRanges::GivenBack block;
-    TimePoint operator()(TimePoint start) const noexcept {
-      device.poisoned_.close(block);
-      return start;
-    }
-  };
-  [[nodiscard]] bool poisons() const noexcept { return detail::PoisonedRanges::available() && !no_touch(); }
 
   struct CopyRequest {
     std::byte* to;
@@ -766,7 +738,6 @@ class HostDevice {
   Failure failure_;
 
   detail::HostMemory memory_;
-  detail::PoisonedRanges poisoned_;
 
   mutable std::mutex registry_;  // never taken by workers
   std::vector<std::unique_ptr<StreamState>> streams_;
