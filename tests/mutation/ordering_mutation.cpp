@@ -524,6 +524,14 @@ void arena_run(Bench& bench) {
       }
     }
   }
+  // A buffer's guard band is looked at behind the work on its stream.
+  again([&] {
+    HbmArena<Checked> arena{device, 64_KiB, {.max_blocks = 8, .guard_band = 64_B}};
+    std::optional<HbmArena<Checked>::Buffer> buffer;
+    again([&] { buffer.emplace(arena.allocate(10_KiB, "guarded", Role::other, a)); });
+    again([&] { bench.write(a, buffer->bytes(), "use guarded"); });
+    again([&] { buffer->free(a); });
+  });
   // The arena waited for its streams: the host may have the memory back. That is all that orders them here.
   again([&] { memory.free(a); });
 }

@@ -33,8 +33,8 @@ struct ArenaOptions {
   bool fill_freed = false;
   /// Keep so many bytes behind each buffer, 1 MiB at most, and look on free whether somebody wrote there: `Buffer::free`
   /// throws `Overrun`, once, and then can be called again; destructors say so on standard error. A free waits for its
-  /// stream then, and footprints are those of buffers so much larger, which estimates do not know. For debugging; not on
-  /// devices that check.
+  /// stream then, and footprints are those of buffers so much larger, which estimates do not know. For debugging. (A
+  /// device that checks takes the band for a part of the buffer.)
   Bytes guard_band = {};
 };
 
@@ -503,7 +503,7 @@ class Arena {
     const Span span = span_of(slots_[slot].block, slots_[slot].size);
     if (options_.fill_freed) fill_freed(span, stream, at);
     record_free(lists_[list], stream, at);
-    device_.note_block(BlockNote::freed, constant(span), slots_[slot].name_view(), stream, at);
+    note_freed(slot, stream, at);
     keep(list, slot);
   }
 
@@ -529,10 +529,14 @@ class Arena {
     slots_[slot].next = std::exchange(orphans_, slot);
   }
 
+  void note_freed(std::uint32_t slot, StreamRef stream, std::source_location at) {
+    const Slot& of = slots_[slot];
+    device_.note_block(BlockNote::freed, constant(span_of(of.block, of.size + bands_.bytes())), of.name_view(), stream,
+                       at);
+  }
   void note_freed_late(std::uint32_t slot, StreamRef stream, std::source_location at) {
     if (!slots_[slot].unnoted) return;
-    const Span span = span_of(slots_[slot].block, slots_[slot].size);
-    device_.note_block(BlockNote::freed, constant(span), slots_[slot].name_view(), stream, at);
+    note_freed(slot, stream, at);
     slots_[slot].unnoted = false;
   }
 

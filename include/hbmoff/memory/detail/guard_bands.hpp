@@ -24,7 +24,6 @@ class GuardBands {
   /// Bands of `bytes` bytes; none for 0. For device memory it takes as much pinned memory. Throws what the device throws.
   GuardBands(D& device, Bytes bytes, std::source_location at) : device_{&device}, bytes_{bytes} {
     if (bytes == Bytes{}) return;
-    if (takes_notes<D>) throw InvalidArgument{"guard_band: a device that checks finds what is touched behind a buffer"};
     if (bytes > Bytes{1u << 20}) throw InvalidArgument{"guard_band: at most 1 MiB"};
     if constexpr (on_device) seen_ = device.allocate_pinned(bytes, at);
   }
@@ -41,6 +40,7 @@ class GuardBands {
     if constexpr (on_device) {
       device_->fill_async(band, pattern, stream, at);
     } else {
+      device_->note_access(stream, "guard band", {}, {band}, at);
       device_->host_func(stream, [=] { std::memset(band.data(), std::to_integer<int>(pattern), band.count()); }, at);
     }
   }
@@ -53,6 +53,11 @@ class GuardBands {
       look = seen_.data();
     }
     device_->synchronize(stream, at);
+    if constexpr (on_device) {
+      device_->note_host_access("guard band", {seen_.subspan(0, band.count())}, {}, at);
+    } else {
+      device_->note_host_access("guard band", {band}, {}, at);
+    }
     for (std::uint64_t i = 0; i < band.count(); ++i) {
       if (look[i] != pattern) return i;
     }
