@@ -14,9 +14,9 @@
 
 #include <doctest/doctest.h>
 
+#include "adamw_model.hpp"
 #include "hbmoff/hbmoff.hpp"
-#include "support/adamw_model.hpp"
-#include "support/random.hpp"
+#include "random.hpp"
 
 namespace device_suite {
 
